@@ -1,0 +1,229 @@
+package extproc
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	corepb "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
+	extprocpb "github.com/envoyproxy/go-control-plane/envoy/service/ext_proc/v3"
+	typepb "github.com/envoyproxy/go-control-plane/envoy/type/v3"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/extevict/extevict/abort"
+)
+
+// Response is the answer to an abort unless [WithResponse] says otherwise: 429 with
+// an OpenAI error object, which clients retry after the Retry-After header's second;
+// the reason is in the header x-evicted-reason and, as "evicted_preempted", in
+// Envoy's %RESPONSE_CODE_DETAILS%.
+func Response(e *abort.Error, _ []abort.Request) *extprocpb.ImmediateResponse {
+	reason := e.Reason.String()
+	return &extprocpb.ImmediateResponse{
+		Status: &typepb.HttpStatus{Code: typepb.StatusCode_TooManyRequests},
+		Headers: &extprocpb.HeaderMutation{SetHeaders: []*corepb.HeaderValueOption{
+			setHeader("content-type", "application/json"),
+			setHeader("retry-after", "1"),
+			setHeader("x-evicted-reason", reason),
+		}},
+		Body:    errorObject(reason),
+		Details: details(reason),
+	}
+}
+
+// details is not empty and has no spaces, which Envoy would replace.
+func details(reason string) string { return "evicted_" + reason }
+
+// errorObject is an error as the OpenAI API puts it. A reason is plain ASCII.
+func errorObject(reason string) []byte {
+	return fmt.Appendf(nil, `{"error":{"message":"The request was evicted: %s. Please retry.","type":"rate_limit_error","param":null,"code":"request_evicted"}}`, reason)
+}
+
+func errorEvent(e *abort.Error, _ []abort.Request) []byte {
+	return fmt.Appendf(nil, "data: %s\n\n", errorObject(e.Reason.String()))
+}
+
+// setHeader uses raw_value since Envoy sends an empty value for the other field.
+func setHeader(name, value string) *corepb.HeaderValueOption {
+	return &corepb.HeaderValueOption{
+		Header:       &corepb.HeaderValue{Key: name, RawValue: []byte(value)},
+		AppendAction: corepb.HeaderValueOption_OVERWRITE_IF_EXISTS_OR_ADD,
+	}
+}
+
+// answer tells the proxy that the request was aborted. It is a goroutine of its own,
+// one for each aborted request, started by the settling of it; it ends when its
+// messages are sent or the stream is gone. Process waits for it.
+func (s *Stream) answer() {
+	done := s.answerDone()
+	defer close(done)
+	s.cond.Broadcast() // who waits for a turn needs it no more
+	// Envoy hangs up about a millisecond after the answer, and then nobody may be in Recv.
+	context.AfterFunc(s.processServer.Context(), s.letGo)
+
+	h := s.own.Handle()
+	cause, reqs := h.Err().(*abort.Error), h.Requests()
+	s.mu.Lock()
+	grpc := s.books.grpc // the request's headers are past by now, or never come
+	s.mu.Unlock()
+	imm, err := s.response(cause, reqs, grpc)
+	event := s.event(cause, reqs)
+
+	kind, sent := AnswerNone, time.Time{}
+	if s.turnToAnswer() {
+		msgs, k := s.messages(imm, event)
+		if serr := s.deliver(msgs); serr == nil {
+			kind, sent = k, time.Now()
+		} else {
+			err = errors.Join(err, serr)
+		}
+		s.sent()
+	} else {
+		err = errors.Join(err, errors.New("extproc: the stream ended before the answer"))
+	}
+	s.tell(func(r *report) {
+		r.answered = true
+		r.event.Answer, r.event.Answered, r.event.Err = kind, sent, err
+	})
+}
+
+// turnToAnswer waits for the turn to send and takes it. It reports false if there is
+// no stream to send on any more.
+func (s *Stream) turnToAnswer() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for s.sending {
+		s.cond.Wait()
+	}
+	if s.ended {
+		return false
+	}
+	s.sending = true
+	return true
+}
+
+// messages chooses the answer by where the response is now. The caller has the turn
+// to send, so nothing of it can move.
+func (s *Stream) messages(imm *extprocpb.ImmediateResponse, event []byte) ([]*extprocpb.ProcessingResponse, Answer) {
+	final := &extprocpb.ProcessingResponse{Response: &extprocpb.ProcessingResponse_ImmediateResponse{ImmediateResponse: imm}}
+	s.mu.Lock()
+	b := s.books
+	s.mu.Unlock()
+	switch {
+	case len(event) > 0 && b.eventAllowed():
+		return []*extprocpb.ProcessingResponse{streamedBody(event), final}, AnswerEvent
+	case b.released:
+		return []*extprocpb.ProcessingResponse{final}, AnswerReset
+	case s.own.Handle().Progress().Phase == abort.Unknown:
+		return []*extprocpb.ProcessingResponse{final}, AnswerUnknown
+	}
+	return []*extprocpb.ProcessingResponse{final}, AnswerStatus
+}
+
+func streamedBody(p []byte) *extprocpb.ProcessingResponse {
+	return &extprocpb.ProcessingResponse{Response: &extprocpb.ProcessingResponse_ResponseBody{ResponseBody: &extprocpb.BodyResponse{
+		Response: &extprocpb.CommonResponse{BodyMutation: &extprocpb.BodyMutation{Mutation: &extprocpb.BodyMutation_StreamedResponse{
+			StreamedResponse: &extprocpb.StreamedBodyResponse{Body: p}}}}}}}
+}
+
+func (s *Stream) deliver(msgs []*extprocpb.ProcessingResponse) (err error) {
+	defer recovered("Send", &err)
+	for _, m := range msgs {
+		if err := s.processServer.Send(m); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// response returns what to answer, and why that is not what WithResponse's function made.
+func (s *Stream) response(e *abort.Error, reqs []abort.Request, grpc bool) (*extprocpb.ImmediateResponse, error) {
+	var err error
+	if s.opts.response != nil {
+		var imm *extprocpb.ImmediateResponse
+		if imm, err = s.customResponse(e, reqs, grpc); err == nil {
+			return imm, nil
+		}
+	}
+	return complete(Response(e, reqs), e, grpc), err
+}
+
+func (s *Stream) customResponse(e *abort.Error, reqs []abort.Request, grpc bool) (imm *extprocpb.ImmediateResponse, err error) {
+	defer recovered("WithResponse's function", &err)
+	if imm = s.opts.response(e, reqs); imm == nil {
+		return nil, errors.New("extproc: WithResponse's function returned nil")
+	}
+	imm = complete(imm, e, grpc)
+	if err := check(imm, grpc); err != nil {
+		return nil, fmt.Errorf("extproc: the response to an abort: %w", err)
+	}
+	return imm, nil
+}
+
+func (s *Stream) event(e *abort.Error, reqs []abort.Request) (p []byte) {
+	var err error
+	defer recovered("ErrorEvent's function", &err)
+	return s.opts.event.Event(e, reqs)
+}
+
+// complete fills in what an answer must not lack, in a copy: it may be the user's.
+func complete(imm *extprocpb.ImmediateResponse, e *abort.Error, grpc bool) *extprocpb.ImmediateResponse {
+	needStatus := grpc && imm.GrpcStatus == nil
+	if imm.Details != "" && !needStatus {
+		return imm
+	}
+	imm = proto.CloneOf(imm)
+	if imm.Details == "" {
+		imm.Details = details(e.Reason.String())
+	}
+	if needStatus {
+		imm.GrpcStatus = &extprocpb.GrpcStatus{Status: uint32(codes.ResourceExhausted)}
+	}
+	return imm
+}
+
+// check reports what Envoy was seen to make something else of than was meant.
+func check(imm *extprocpb.ImmediateResponse, grpc bool) error {
+	if c := imm.GetStatus().GetCode(); c < 400 || c > 599 {
+		return fmt.Errorf("status %d is outside 400..599", c)
+	}
+	if grpc && imm.GetGrpcStatus().GetStatus() == 0 {
+		return errors.New("grpc_status 0 is a success")
+	}
+	for _, o := range imm.GetHeaders().GetSetHeaders() {
+		if err := checkHeader(o.GetHeader()); err != nil {
+			return err
+		}
+	}
+	// grpc would end the stream with an error of its own, which is a 500 or, where the
+	// filter fails open, nothing at all.
+	_, err := proto.Marshal(imm)
+	return err
+}
+
+func checkHeader(h *corepb.HeaderValue) error {
+	name := strings.ToLower(h.GetKey())
+	switch {
+	case name == "" || strings.ContainsFunc(name, func(r rune) bool { return !tokenRune(r) }):
+		return fmt.Errorf("invalid header name %q", h.GetKey())
+	case name == "host" || name == "content-length" || strings.HasPrefix(name, "x-envoy-"):
+		return fmt.Errorf("header %s is not for an answer to set", name)
+	case h.GetValue() != "" && len(h.GetRawValue()) == 0:
+		return fmt.Errorf("header %s has a value where Envoy reads raw_value", name)
+	}
+	for _, c := range h.GetRawValue() {
+		if c < ' ' && c != '\t' || c == 0x7f {
+			return fmt.Errorf("invalid value of header %s: %q", name, h.GetRawValue())
+		}
+	}
+	return nil
+}
+
+// tokenRune reports whether r can be part of a header's name (RFC 9110, 5.6.2). A
+// colon can't, so that no pseudo-header passes.
+func tokenRune(r rune) bool {
+	return 'a' <= r && r <= 'z' || '0' <= r && r <= '9' || strings.ContainsRune("!#$%&'*+-.^_`|~", r)
+}

@@ -1,0 +1,159 @@
+package extproc
+
+import (
+	"context"
+	"time"
+
+	extprocpb "github.com/envoyproxy/go-control-plane/envoy/service/ext_proc/v3"
+
+	"github.com/extevict/extevict/abort"
+)
+
+// An Option configures [Wrap], [Handler] or [StreamInterceptor]. One that is
+// misused panics when it is made, with its name in the message.
+type Option func(*options)
+
+type options struct {
+	tracker  Tracker
+	classify func(context.Context, *extprocpb.ProcessingRequest) (abort.Request, bool)
+	registry *abort.Registry
+	response func(*abort.Error, []abort.Request) *extprocpb.ImmediateResponse
+	event    ErrorEvent
+	observe  func(Event)
+}
+
+func newOptions(opts []Option) *options {
+	o := &options{}
+	WithErrorEvent(ErrorEvent{})(o)
+	for _, f := range opts {
+		if f == nil {
+			panic("extproc: nil Option")
+		}
+		f(o)
+	}
+	return o
+}
+
+// A Tracker is told which request a stream carries. An *evictor.Evictor is one.
+type Tracker interface {
+	TrackRequests(context.Context, ...abort.Request)
+}
+
+// WithTracker has t track each stream's request when its headers arrive: for
+// servers whose own code gets no context. describe says what the request is and
+// holds, from the headers and from what the stream's context carries; it runs on the
+// goroutine that calls Recv. It returns false for a stream that is not to be
+// tracked, such as the second stream that an upstream filter opens for the same HTTP
+// request: an ImmediateResponse from there is not a local reply to the client.
+// Nothing is read from a header by default: a client that chose its own priority
+// could escape eviction.
+func WithTracker(t Tracker, describe func(context.Context, *extprocpb.ProcessingRequest) (abort.Request, bool)) Option {
+	if t == nil {
+		panic("extproc: WithTracker: nil Tracker")
+	}
+	if describe == nil {
+		panic("extproc: WithTracker: nil function")
+	}
+	return func(o *options) { o.tracker, o.classify = t, describe }
+}
+
+// WithRegistry has each request added to r under its x-request-id when its headers
+// arrive.
+func WithRegistry(r *abort.Registry) Option {
+	if r == nil {
+		panic("extproc: WithRegistry: nil Registry")
+	}
+	return func(o *options) { o.registry = r }
+}
+
+// WithResponse has f make the answer to an abort, instead of [Response]. f gets the
+// abort's error and what the request's Handle describes. It runs on a goroutine of
+// its own while the client waits, and must return soon.
+//
+// What f returns is checked against what Envoy was seen to make of it: a status
+// outside 400..599, a header whose name or value is invalid (Envoy drops all later
+// ones), that Envoy refuses (host, x-envoy-*, names that begin with ':', content-length) or
+// that has a value but no raw_value, a grpc_status 0 for a gRPC request, and a message
+// that does not marshal. If the check fails, or f panics or returns nil, the answer is
+// Response's and the [Event] has the error. Empty details are filled in, and so is
+// an absent grpc_status for a gRPC request. f may return the same message each time.
+func WithResponse(f func(*abort.Error, []abort.Request) *extprocpb.ImmediateResponse) Option {
+	if f == nil {
+		panic("extproc: WithResponse: nil function")
+	}
+	return func(o *options) { o.response = f }
+}
+
+// An ErrorEvent is what the client of an SSE stream gets before its connection is
+// reset, so that it can tell an eviction from a broken connection. It is sent where
+// Envoy lets a server speak unasked, in FULL_DUPLEX_STREAMED, if response headers
+// and a part of the body have passed, the content type is text/event-stream without
+// content-length or content-encoding, the request is not gRPC, and what was
+// forwarded so far ends with an empty line. In doubt there is no event.
+type ErrorEvent struct {
+	// Event returns the event's bytes, with the empty line that ends it, or nothing
+	// for no event. It runs where WithResponse's function does; if it panics there is
+	// no event. Nil means an OpenAI-style error object, which the OpenAI clients raise
+	// as an API error with its message, type and code.
+	Event func(*abort.Error, []abort.Request) []byte
+}
+
+// WithErrorEvent sets the error event. The zero ErrorEvent is the default.
+func WithErrorEvent(e ErrorEvent) Option {
+	if e.Event == nil {
+		e.Event = errorEvent
+	}
+	return func(o *options) { o.event = e }
+}
+
+// WithObserver has f called with one [Event] for each request, when it has settled
+// and the stream is over. f runs without locks, mostly on the stream's own goroutine,
+// which it delays; if it panics, nobody notices.
+func WithObserver(f func(Event)) Option {
+	if f == nil {
+		panic("extproc: WithObserver: nil function")
+	}
+	return func(o *options) { o.observe = f }
+}
+
+// An Event tells how a request ended.
+type Event struct {
+	Handle  *abort.Handle
+	Outcome abort.Outcome
+	Phase   abort.Phase // when the outcome was decided
+	Answer  Answer      // what the proxy was sent because of an abort
+	Err     error       // why the answer could not be sent, or why a custom one was not used
+
+	Settled  time.Time // when the outcome was decided
+	Answered time.Time // when the answer had been handed to grpc; zero if it was not
+	Ended    time.Time // when the proxy had hung up, or the server returned
+}
+
+// An Answer is what the proxy was sent because of an abort, by what Envoy is
+// expected to make of it.
+type Answer uint8
+
+const (
+	AnswerNone    Answer = iota // nothing: no abort, or the proxy was gone
+	AnswerStatus                // an ImmediateResponse; the client gets its status, headers and body
+	AnswerReset                 // an ImmediateResponse; response headers are out, so the client is reset
+	AnswerEvent                 // an error event, then an ImmediateResponse: the client is reset behind the event
+	AnswerUnknown               // an ImmediateResponse in an unknown phase: status or reset
+)
+
+// String returns the answer's name in lower case.
+func (a Answer) String() string {
+	switch a {
+	case AnswerNone:
+		return "none"
+	case AnswerStatus:
+		return "status"
+	case AnswerReset:
+		return "reset"
+	case AnswerEvent:
+		return "event"
+	case AnswerUnknown:
+		return "unknown"
+	}
+	return "invalid"
+}
