@@ -96,7 +96,7 @@ func (s *Stream) turnToAnswer() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for s.sending {
-		s.cond.Wait()
+		s.waitLocked()
 	}
 	if s.ended {
 		return false

@@ -21,43 +21,28 @@ type books struct {
 	tail     tail                                 // of what was forwarded
 }
 
-// received books a message from the proxy, and settles the request if it is the end
-// of the response: that first, since an abort that came between the two would be
-// answered as if there were more to come.
-func (s *Stream) received(req *extprocpb.ProcessingRequest) {
-	if req.GetObservabilityMode() {
-		s.own.Settle(abort.Closed) // Envoy does not listen
-	} else if endsResponse(req) {
-		s.own.Settle(abort.Completed)
-	}
+// requestLocked books a message from the proxy. The Owner's lock nests inside
+// Stream.mu.
+func (s *Stream) requestLocked(req *extprocpb.ProcessingRequest) {
+	b := &s.books
 	if c := req.GetProtocolConfig(); c != nil { // the first message
-		s.mu.Lock()
-		s.books.mode = c.GetResponseBodyMode()
-		s.mu.Unlock()
+		b.mode = c.GetResponseBodyMode()
 	}
 	switch r := req.GetRequest().(type) {
 	case *extprocpb.ProcessingRequest_RequestHeaders:
-		if isGRPC := strings.HasPrefix(header(r.RequestHeaders, "content-type"), "application/grpc"); isGRPC {
-			s.mu.Lock()
-			s.books.grpc = true
-			s.mu.Unlock()
-		}
+		b.grpc = strings.HasPrefix(header(r.RequestHeaders, "content-type"), "application/grpc")
 	case *extprocpb.ProcessingRequest_ResponseHeaders:
 		h := r.ResponseHeaders
-		s.mu.Lock()
-		s.books.sse = eventStream(header(h, "content-type")) && header(h, "content-length") == "" && header(h, "content-encoding") == ""
-		s.mu.Unlock()
+		b.sse = eventStream(header(h, "content-type")) && header(h, "content-length") == "" && header(h, "content-encoding") == ""
 		s.own.Advance(abort.Held)
 	case *extprocpb.ProcessingRequest_ResponseBody:
-		s.mu.Lock()
-		s.books.body = true
-		s.mu.Unlock()
+		b.body = true
 		s.own.Count(1, len(r.ResponseBody.GetBody()))
 	}
 }
 
 // replyLocked books a reply before it is sent. It reports false if the request has been
-// aborted: then the reply must not be sent. The Owner's lock nests inside Stream.mu.
+// aborted: then the reply must not be sent.
 func (s *Stream) replyLocked(resp *extprocpb.ProcessingResponse) bool {
 	b := &s.books
 	if o := resp.GetModeOverride(); o != nil && o.GetResponseBodyMode() != b.mode {
@@ -86,8 +71,11 @@ func (s *Stream) replyLocked(resp *extprocpb.ProcessingResponse) bool {
 
 // releaseLocked books that response headers go to the client with this reply.
 func (s *Stream) releaseLocked() bool {
-	s.books.released = s.own.Advance(abort.Streaming)
-	return s.books.released
+	if !s.books.released {
+		s.books.released = s.own.Advance(abort.Streaming)
+		return s.books.released
+	}
+	return true
 }
 
 // headersReply books what the server makes of the response headers. It is judged by

@@ -108,7 +108,8 @@ func WithErrorEvent(e ErrorEvent) Option {
 
 // WithObserver has f called with one [Event] for each request, when it has settled
 // and the stream is over. f runs without locks, mostly on the stream's own goroutine,
-// which it delays; if it panics, nobody notices.
+// which it delays; after an abort it may run on another and outlast Process. It must be
+// safe for concurrent use. If it panics, nobody notices.
 func WithObserver(f func(Event)) Option {
 	if f == nil {
 		panic("extproc: WithObserver: nil function")

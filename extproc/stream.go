@@ -31,6 +31,7 @@ type Stream struct {
 	// which is idle time in a synctest bubble; a mutex held across Send would not be.
 	mu        sync.Mutex
 	cond      sync.Cond
+	waiting   int                               // for a turn
 	sending   bool                              // somebody is in processServer.Send
 	receiving bool                              // somebody is in processServer.Recv, or waits for the reader
 	ended     bool                              // Process has returned
@@ -140,7 +141,7 @@ func (s *Stream) RecvOrAbort() (*extprocpb.ProcessingRequest, error) { return s.
 func (s *Stream) receive(m any, viaReader bool) (*extprocpb.ProcessingRequest, error) {
 	s.mu.Lock()
 	for s.receiving && s.own.Handle().Err() == nil {
-		s.cond.Wait()
+		s.waitLocked()
 	}
 	err := s.recvErr
 	if err == nil && s.ended {
@@ -195,28 +196,50 @@ func (s *Stream) fail(err error) error {
 // next receives and books one message, for a caller that has the turn to receive,
 // which next gives back.
 func (s *Stream) next(m any, msgs <-chan *extprocpb.ProcessingRequest) (req *extprocpb.ProcessingRequest, err error) {
-	defer func() {
-		s.mu.Lock()
-		s.receiving = false
-		if err != nil {
-			s.recvErr = err
-		}
-		s.mu.Unlock()
-		s.cond.Broadcast()
-	}()
+	defer func() { s.received(req, err) }() // deferred since Recv may be a decorator's, and panic
 	switch {
 	case msgs != nil:
-		req, err = s.fromReader(msgs)
+		return s.fromReader(msgs)
 	case m != nil:
 		err = s.processServer.RecvMsg(m)
 		req, _ = m.(*extprocpb.ProcessingRequest)
-	default:
-		req, err = s.processServer.Recv()
+		return req, err
 	}
-	if err == nil && req != nil && s.own.Handle().Err() == nil {
-		s.received(req)
+	return s.processServer.Recv()
+}
+
+// received books what Recv returned and gives back the turn to receive.
+func (s *Stream) received(req *extprocpb.ProcessingRequest, err error) {
+	book := req != nil && err == nil && s.own.Handle().Err() == nil
+	if book {
+		// The end before the books: an abort that came between the two would be answered
+		// as if there were more to come.
+		if req.GetObservabilityMode() {
+			s.own.Settle(abort.Closed) // Envoy does not listen
+		} else if endsResponse(req) {
+			s.own.Settle(abort.Completed)
+		}
 	}
-	return req, err
+	s.mu.Lock()
+	if book {
+		s.requestLocked(req)
+	}
+	if err != nil {
+		s.recvErr = err
+	}
+	s.receiving = false
+	wake := s.waiting > 0
+	s.mu.Unlock()
+	if wake {
+		s.cond.Broadcast()
+	}
+}
+
+// waitLocked waits for a turn to be given back, or an abort.
+func (s *Stream) waitLocked() {
+	s.waiting++
+	s.cond.Wait()
+	s.waiting--
 }
 
 // fromReader takes the reader's next message, or none if an abort comes before it or
@@ -284,7 +307,7 @@ func (s *Stream) send(r *extprocpb.ProcessingResponse, m any) error {
 	}
 	s.mu.Lock()
 	for s.sending && s.own.Handle().Err() == nil {
-		s.cond.Wait()
+		s.waitLocked()
 	}
 	// Decided and booked before the message leaves: an abort that comes later finds
 	// the books as the proxy will see them, and waits for the turn.
@@ -310,8 +333,11 @@ func (s *Stream) send(r *extprocpb.ProcessingResponse, m any) error {
 func (s *Stream) sent() {
 	s.mu.Lock()
 	s.sending = false
+	wake := s.waiting > 0
 	s.mu.Unlock()
-	s.cond.Broadcast()
+	if wake {
+		s.cond.Broadcast()
+	}
 }
 
 // grace bounds what a proxy that does not read can cost. A bare server's return frees
