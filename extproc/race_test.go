@@ -66,7 +66,7 @@ func TestInterleavings(t *testing.T) {
 			reg    abort.Registry
 			m      = pick(d, none, streamed, buffered, duplex)
 			st     = extproctest.NewStream(context.Background(), d.IntN(4))
-			server = pick(d, "loop", "loop", "own loop", "returns", "panics", "answers", "sends elsewhere", "receives elsewhere")
+			server = pick(d, "loop", "own loop", "returns", "panics", "answers", "sends elsewhere", "sends elsewhere", "receives elsewhere")
 			stop   = d.IntN(6)
 			events []extproc.Event
 			others sync.WaitGroup
@@ -115,7 +115,7 @@ func TestInterleavings(t *testing.T) {
 				}
 				if server == "sends elsewhere" {
 					od := sd.more()
-					others.Go(func() { od.sleep(6); s.Send(replyIn(m, r)) })
+					others.Go(func() { od.sleep(12); s.Send(replyIn(m, r)) })
 					continue
 				}
 				if err := s.Send(replyIn(m, r)); err != nil {
@@ -152,8 +152,8 @@ func TestInterleavings(t *testing.T) {
 			st.Push(requestHeaders(m, "x-request-id", "id"))
 			ud.sleep(6)
 			st.Push(responseHeaders())
-			for range ud.IntN(4) {
-				ud.sleep(6)
+			for range ud.IntN(8) {
+				ud.sleep(4)
 				st.Push(responseBody("data: x\n\n", false))
 			}
 			ud.sleep(6)
@@ -166,7 +166,7 @@ func TestInterleavings(t *testing.T) {
 			ed := d.more()
 			go func() {
 				for range 3 {
-					ed.sleep(12)
+					ed.sleep(16)
 					switch ed.IntN(4) {
 					case 0:
 						won.Add(int64(reg.Abort("id", abort.Canceled)))

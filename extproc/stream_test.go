@@ -507,6 +507,43 @@ func TestWaitingForATurnIsIdle(t *testing.T) {
 	})
 }
 
+// TestAbortWakesWaiters: who waits for a turn behind somebody that the proxy keeps
+// waiting is let go by an abort, at once.
+func TestAbortWakesWaiters(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var woken sync.WaitGroup
+		handles := make(chan *abort.Handle, 1)
+		st, wait := start(extproc.Handler(func(s *extproc.Stream) error {
+			go s.Recv() // nothing comes
+			go s.Send(reply(nil))
+			time.Sleep(time.Second)
+			woken.Go(func() {
+				if _, err := s.RecvOrAbort(); err == nil {
+					t.Error("RecvOrAbort returned a message")
+				}
+			})
+			woken.Go(func() {
+				if err := s.Send(reply(nil)); err != nil {
+					t.Errorf("Send: %v", err)
+				}
+			})
+			handles <- handle(s)
+			time.Sleep(time.Minute)
+			return nil
+		}), 0)
+		h := <-handles
+		time.Sleep(time.Second)
+		began := time.Now()
+		h.Abort(abort.Preempted)
+		woken.Wait()
+		if d := time.Since(began); d != 0 {
+			t.Errorf("woken after %v", d)
+		}
+		st.HangUp()
+		wait()
+	})
+}
+
 // TestRecvMsgIntoOwnValue: servers may receive into values of their own, also beside
 // a reader.
 func TestRecvMsgIntoOwnValue(t *testing.T) {
