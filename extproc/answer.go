@@ -1,11 +1,9 @@
 package extproc
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"strings"
-	"time"
 
 	corepb "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
 	extprocpb "github.com/envoyproxy/go-control-plane/envoy/service/ext_proc/v3"
@@ -54,68 +52,63 @@ func setHeader(name, value string) *corepb.HeaderValueOption {
 	}
 }
 
-// answer tells the proxy that the request was aborted. It is a goroutine of its own,
-// one for each aborted request, started by the settling of it; it ends when its
-// messages are sent or the stream is gone. Process waits for it.
+// answer tells the proxy that the request was aborted, and sees it hang up. It is a
+// goroutine of its own, one for each aborted request, started by the settling of it.
 func (s *Stream) answer() {
-	done := s.answerDone()
-	defer close(done)
-	s.cond.Broadcast() // who waits for a turn needs it no more
-	// Envoy hangs up about a millisecond after the answer, and then nobody may be in Recv.
-	context.AfterFunc(s.processServer.Context(), s.letGo)
-
+	s.bench.wake() // an aborted request's server waits for no turn
 	h := s.own.Handle()
 	cause, reqs := h.Err().(*abort.Error), h.Requests()
-	s.mu.Lock()
-	grpc := s.books.grpc // the request's headers are past by now, or never come
-	s.mu.Unlock()
-	imm, err := s.response(cause, reqs, grpc)
+	imm, err := s.response(cause, reqs)
 	event := s.event(cause, reqs)
 
-	kind, sent := AnswerNone, time.Time{}
-	if s.turnToAnswer() {
-		msgs, k := s.messages(imm, event)
-		if serr := s.deliver(msgs); serr == nil {
-			kind, sent = k, time.Now()
+	kind := AnswerNone
+	if s.bench.take(&s.sending, s.ended.Load) {
+		if s.ended.Load() {
+			err = errors.Join(err, errTooLate)
 		} else {
-			err = errors.Join(err, serr)
+			msgs, k := s.messages(imm, event)
+			if serr := s.deliver(msgs); serr == nil {
+				kind = k
+			} else {
+				err = errors.Join(err, serr)
+			}
 		}
-		s.sent()
+		s.bench.give(&s.sending)
 	} else {
-		err = errors.Join(err, errors.New("extproc: the stream ended before the answer"))
+		err = errors.Join(err, errTooLate)
 	}
-	s.tell(func(r *report) {
-		r.answered = true
-		r.event.Answer, r.event.Answered, r.event.Err = kind, sent, err
-	})
+	close(s.answerDone())
+	s.reportAnswered(kind, err)
+	s.drain()
 }
 
-// turnToAnswer waits for the turn to send and takes it. It reports false if there is
-// no stream to send on any more.
-func (s *Stream) turnToAnswer() bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for s.sending {
-		s.waitLocked()
+var errTooLate = errors.New("extproc: the stream ended before the answer")
+
+// drain receives in place of a server that doesn't, until the proxy hangs up.
+func (s *Stream) drain() {
+	if !s.bench.take(&s.receiving, s.gone.Load) {
+		return // the server's own Recv has seen it
 	}
-	if s.ended {
-		return false
+	defer s.bench.give(&s.receiving)
+	if s.msgs != nil {
+		for range s.msgs {
+		}
+		s.recvErr = s.readErr
 	}
-	s.sending = true
-	return true
+	for s.recvErr == nil {
+		_, s.recvErr = s.recvProtected()
+	}
+	s.letGo(s.recvErr)
 }
 
 // messages chooses the answer by where the response is now. The caller has the turn
 // to send, so nothing of it can move.
 func (s *Stream) messages(imm *extprocpb.ImmediateResponse, event []byte) ([]*extprocpb.ProcessingResponse, Answer) {
 	final := &extprocpb.ProcessingResponse{Response: &extprocpb.ProcessingResponse_ImmediateResponse{ImmediateResponse: imm}}
-	s.mu.Lock()
-	b := s.books
-	s.mu.Unlock()
 	switch {
-	case len(event) > 0 && b.eventAllowed():
+	case len(event) > 0 && s.eventAllowed():
 		return []*extprocpb.ProcessingResponse{streamedBody(event), final}, AnswerEvent
-	case b.released:
+	case s.facts.has(released):
 		return []*extprocpb.ProcessingResponse{final}, AnswerReset
 	case s.own.Handle().Progress().Phase == abort.Unknown:
 		return []*extprocpb.ProcessingResponse{final}, AnswerUnknown
@@ -140,24 +133,22 @@ func (s *Stream) deliver(msgs []*extprocpb.ProcessingResponse) (err error) {
 }
 
 // response returns what to answer, and why that is not what WithResponse's function made.
-func (s *Stream) response(e *abort.Error, reqs []abort.Request, grpc bool) (*extprocpb.ImmediateResponse, error) {
-	var err error
+func (s *Stream) response(e *abort.Error, reqs []abort.Request) (imm *extprocpb.ImmediateResponse, err error) {
 	if s.opts.response != nil {
-		var imm *extprocpb.ImmediateResponse
-		if imm, err = s.customResponse(e, reqs, grpc); err == nil {
+		if imm, err = s.customResponse(e, reqs); err == nil {
 			return imm, nil
 		}
 	}
-	return complete(Response(e, reqs), e, grpc), err
+	return complete(Response(e, reqs), e, s.facts.has(isGRPC)), err
 }
 
-func (s *Stream) customResponse(e *abort.Error, reqs []abort.Request, grpc bool) (imm *extprocpb.ImmediateResponse, err error) {
+func (s *Stream) customResponse(e *abort.Error, reqs []abort.Request) (imm *extprocpb.ImmediateResponse, err error) {
 	defer recovered("WithResponse's function", &err)
 	if imm = s.opts.response(e, reqs); imm == nil {
 		return nil, errors.New("extproc: WithResponse's function returned nil")
 	}
-	imm = complete(imm, e, grpc)
-	if err := check(imm, grpc); err != nil {
+	imm = complete(imm, e, s.facts.has(isGRPC))
+	if err := check(imm, s.facts.has(isGRPC)); err != nil {
 		return nil, fmt.Errorf("extproc: the response to an abort: %w", err)
 	}
 	return imm, nil
@@ -170,8 +161,8 @@ func (s *Stream) event(e *abort.Error, reqs []abort.Request) (p []byte) {
 }
 
 // complete fills in what an answer must not lack, in a copy: it may be the user's.
-func complete(imm *extprocpb.ImmediateResponse, e *abort.Error, grpc bool) *extprocpb.ImmediateResponse {
-	needStatus := grpc && imm.GrpcStatus == nil
+func complete(imm *extprocpb.ImmediateResponse, e *abort.Error, forGRPC bool) *extprocpb.ImmediateResponse {
+	needStatus := forGRPC && imm.GrpcStatus == nil
 	if imm.Details != "" && !needStatus {
 		return imm
 	}
@@ -186,11 +177,11 @@ func complete(imm *extprocpb.ImmediateResponse, e *abort.Error, grpc bool) *extp
 }
 
 // check reports what Envoy was seen to make something else of than was meant.
-func check(imm *extprocpb.ImmediateResponse, grpc bool) error {
+func check(imm *extprocpb.ImmediateResponse, forGRPC bool) error {
 	if c := imm.GetStatus().GetCode(); c < 400 || c > 599 {
 		return fmt.Errorf("status %d is outside 400..599", c)
 	}
-	if grpc && imm.GetGrpcStatus().GetStatus() == 0 {
+	if forGRPC && imm.GetGrpcStatus().GetStatus() == 0 {
 		return errors.New("grpc_status 0 is a success")
 	}
 	for _, o := range imm.GetHeaders().GetSetHeaders() {

@@ -104,7 +104,6 @@ func BenchmarkStream(b *testing.B) {
 // fleet is an ext_proc server on loopback TCP, with clients.
 type fleet struct {
 	client extprocpb.ExternalProcessorClient
-	mu     sync.Mutex
 	opened chan process
 	stop   func()
 }

@@ -2,6 +2,7 @@ package extproc
 
 import (
 	"strings"
+	"sync/atomic"
 
 	filterpb "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/ext_proc/v3"
 	extprocpb "github.com/envoyproxy/go-control-plane/envoy/service/ext_proc/v3"
@@ -9,98 +10,145 @@ import (
 	"github.com/extevict/extevict/abort"
 )
 
-// books is what the messages in both directions say about the response, as far as
-// the answer to an abort depends on it. Guarded by Stream.mu.
-type books struct {
-	mode     filterpb.ProcessingMode_BodySendMode // of the response body
-	doubt    bool                                 // a mode_override may have changed mode, or not
-	grpc     bool                                 // a gRPC request
-	sse      bool                                 // an event stream that an event can be added to
-	body     bool                                 // a part of the body was received
-	released bool                                 // response headers are on their way to the client
-	tail     tail                                 // of what was forwarded
+// facts is what the messages in both directions say about the response, as far as
+// the answer to an abort depends on it: a body mode and some bits. Both sides of the
+// stream change it, each rarely.
+type facts struct{ word atomic.Uint32 }
+
+const (
+	modeMask uint32 = 0xff // the response's body mode
+
+	inDoubt  uint32 = 1 << (8 + iota) // a mode_override may have changed the mode, or not
+	isGRPC                            // the request is gRPC
+	isSSE                             // the response is an event stream that an event can be added to
+	hasBody                           // a part of the response's body was received
+	released                          // response headers are on their way to the client
+)
+
+func (f *facts) mode() filterpb.ProcessingMode_BodySendMode {
+	return filterpb.ProcessingMode_BodySendMode(f.word.Load() & modeMask)
 }
 
-// requestLocked books a message from the proxy. The Owner's lock nests inside
-// Stream.mu.
-func (s *Stream) requestLocked(req *extprocpb.ProcessingRequest) {
-	b := &s.books
+// has reports whether all the bits are set.
+func (f *facts) has(bits uint32) bool { return f.word.Load()&bits == bits }
+
+func (f *facts) set(bits uint32) {
+	if !f.has(bits) { // most messages change nothing
+		f.word.Or(bits)
+	}
+}
+
+func (f *facts) clear(bits uint32) { f.word.And(^bits) }
+
+func (f *facts) setMode(m filterpb.ProcessingMode_BodySendMode) {
+	for {
+		old := f.word.Load()
+		if f.word.CompareAndSwap(old, old&^modeMask|uint32(m)&modeMask) {
+			return
+		}
+	}
+}
+
+// received books a message from the proxy, and settles the request first if it is the
+// end of the response: an abort that came between the two would be answered as if there
+// were more to come. The caller has the turn to receive.
+func (s *Stream) received(req *extprocpb.ProcessingRequest) {
+	if req.GetObservabilityMode() {
+		s.own.Settle(abort.Closed) // Envoy does not listen
+	} else if endsResponse(req) {
+		s.own.Settle(abort.Completed)
+	}
 	if c := req.GetProtocolConfig(); c != nil { // the first message
-		b.mode = c.GetResponseBodyMode()
+		s.facts.setMode(c.GetResponseBodyMode())
 	}
 	switch r := req.GetRequest().(type) {
 	case *extprocpb.ProcessingRequest_RequestHeaders:
-		b.grpc = strings.HasPrefix(header(r.RequestHeaders, "content-type"), "application/grpc")
+		if strings.HasPrefix(header(r.RequestHeaders, "content-type"), "application/grpc") {
+			s.facts.set(isGRPC)
+		}
 	case *extprocpb.ProcessingRequest_ResponseHeaders:
 		h := r.ResponseHeaders
-		b.sse = eventStream(header(h, "content-type")) && header(h, "content-length") == "" && header(h, "content-encoding") == ""
+		if eventStream(header(h, "content-type")) && header(h, "content-length") == "" && header(h, "content-encoding") == "" {
+			s.facts.set(isSSE)
+		}
 		s.own.Advance(abort.Held)
 	case *extprocpb.ProcessingRequest_ResponseBody:
-		b.body = true
+		s.facts.set(hasBody)
 		s.own.Count(1, len(r.ResponseBody.GetBody()))
 	}
 }
 
-// replyLocked books a reply before it is sent. It reports false if the request has been
-// aborted: then the reply must not be sent.
-func (s *Stream) replyLocked(resp *extprocpb.ProcessingResponse) bool {
-	b := &s.books
-	if o := resp.GetModeOverride(); o != nil && o.GetResponseBodyMode() != b.mode {
+// reply books a reply before it is sent. It reports false if the request has been
+// aborted: then the reply must not be sent. The caller has the turn to send.
+func (s *Stream) reply(resp *extprocpb.ProcessingResponse) bool {
+	f := &s.facts
+	if o := resp.GetModeOverride(); o != nil && o.GetResponseBodyMode() != f.mode() {
 		// Whether Envoy honours it (allow_mode_override) nobody tells.
-		b.mode, b.doubt = o.GetResponseBodyMode(), true
+		f.setMode(o.GetResponseBodyMode())
+		f.set(inDoubt)
 	}
 	switch r := resp.GetResponse().(type) {
 	case *extprocpb.ProcessingResponse_RequestHeaders, *extprocpb.ProcessingResponse_RequestBody, *extprocpb.ProcessingResponse_RequestTrailers:
-		if b.mode == filterpb.ProcessingMode_NONE || b.doubt {
+		if f.mode() == filterpb.ProcessingMode_NONE || f.has(inDoubt) {
 			return s.own.Advance(abort.Unknown) // response headers may be skipped too
 		}
 	case *extprocpb.ProcessingResponse_ResponseHeaders:
-		b.headersReply(r.ResponseHeaders.GetResponse().GetHeaderMutation())
-		if !b.doubt && (b.mode == filterpb.ProcessingMode_BUFFERED || b.mode == filterpb.ProcessingMode_BUFFERED_PARTIAL) {
+		if !keepsEventStream(r.ResponseHeaders.GetResponse().GetHeaderMutation()) {
+			f.clear(isSSE)
+		}
+		if m := f.mode(); !f.has(inDoubt) && (m == filterpb.ProcessingMode_BUFFERED || m == filterpb.ProcessingMode_BUFFERED_PARTIAL) {
 			return true // the headers wait for the body
 		}
-		return s.releaseLocked()
+		return s.release()
 	case *extprocpb.ProcessingResponse_ResponseBody:
-		b.tail = b.tail.after(r.ResponseBody.GetResponse().GetBodyMutation().GetStreamedResponse().GetBody())
-		return s.releaseLocked()
+		s.tail = s.tail.after(r.ResponseBody.GetResponse().GetBodyMutation().GetStreamedResponse().GetBody())
+		return s.release()
 	case *extprocpb.ProcessingResponse_ResponseTrailers:
-		return s.releaseLocked()
+		return s.release()
 	}
 	return true
 }
 
-// releaseLocked books that response headers go to the client with this reply.
-func (s *Stream) releaseLocked() bool {
-	if !s.books.released {
-		s.books.released = s.own.Advance(abort.Streaming)
-		return s.books.released
+// release books that response headers go to the client with this reply.
+func (s *Stream) release() bool {
+	if s.facts.has(released) {
+		return true
 	}
+	if !s.own.Advance(abort.Streaming) {
+		return false
+	}
+	s.facts.set(released)
 	return true
 }
 
-// headersReply books what the server makes of the response headers. It is judged by
-// names alone, and in doubt there is no event.
-func (b *books) headersReply(m *extprocpb.HeaderMutation) {
+// eventAllowed reports whether an error event can be sent unasked: Envoy would take
+// it for a spurious message before the first part of the body was received. The
+// caller has the turn to send.
+func (s *Stream) eventAllowed() bool {
+	f := &s.facts
+	return f.mode() == filterpb.ProcessingMode_FULL_DUPLEX_STREAMED && !f.has(inDoubt) &&
+		f.has(isSSE|hasBody|released) && !f.has(isGRPC) && s.tail.endsEvent()
+}
+
+// keepsEventStream reports whether an event stream is still one after the server's
+// changes to the response's headers. It is judged by their names; in doubt it is not.
+func keepsEventStream(m *extprocpb.HeaderMutation) bool {
 	for _, o := range m.GetSetHeaders() {
 		switch strings.ToLower(o.GetHeader().GetKey()) {
 		case "content-type":
-			b.sse = b.sse && eventStream(value(o.GetHeader().GetRawValue(), o.GetHeader().GetValue()))
+			if !eventStream(value(o.GetHeader().GetRawValue(), o.GetHeader().GetValue())) {
+				return false
+			}
 		case "content-length", "content-encoding":
-			b.sse = false
+			return false
 		}
 	}
 	for _, name := range m.GetRemoveHeaders() {
 		if strings.EqualFold(name, "content-type") {
-			b.sse = false
+			return false
 		}
 	}
-}
-
-// eventAllowed reports whether an error event can be sent unasked: Envoy would take
-// it for a spurious message before the first part of the body was received.
-func (b *books) eventAllowed() bool {
-	return b.mode == filterpb.ProcessingMode_FULL_DUPLEX_STREAMED && !b.doubt &&
-		b.sse && !b.grpc && b.body && b.released && b.tail.endsEvent()
+	return true
 }
 
 // tail is the last four bytes of a body, the latest in the lowest byte, with a bit

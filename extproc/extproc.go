@@ -29,10 +29,11 @@ import (
 
 // Wrap returns a server that runs next with streams whose requests can be aborted.
 // next.Process runs on the goroutine that grpc gave it; its panics, errors and early
-// returns keep their meaning. If the request is aborted, Process returns nil when
-// next has returned and the answer has gone out, whatever next returns; or an error
-// with code Aborted if the proxy has not taken the answer a second after next
-// returned. Wrap panics if next is nil.
+// returns keep their meaning. If the request is aborted, Process returns nil, whatever
+// next returns, when next has returned, the answer has gone out and the proxy has hung
+// up, which Envoy does about a millisecond later. It waits for a second at most, and
+// returns an error with code Aborted if the proxy has not taken the answer by then.
+// Wrap panics if next is nil.
 func Wrap(next extprocpb.ExternalProcessorServer, opts ...Option) extprocpb.ExternalProcessorServer {
 	if next == nil {
 		panic("extproc: Wrap: nil server")

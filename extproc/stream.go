@@ -2,7 +2,7 @@ package extproc
 
 import (
 	"context"
-	"sync"
+	"sync/atomic"
 	"time"
 
 	extprocpb "github.com/envoyproxy/go-control-plane/envoy/service/ext_proc/v3"
@@ -25,35 +25,29 @@ type Stream struct {
 	own           *abort.Owner
 	ctx           context.Context
 	opts          *options
+	facts         facts       // what the messages say about the response
+	ended         atomic.Bool // Process has returned
+	gone          atomic.Bool // the stream is seen to be over
 
-	// mu guards what follows. It is held for bookkeeping only: never across a call
-	// into grpc, hooks, options or other user code. Who waits for a turn waits on cond,
-	// which is idle time in a synctest bubble; a mutex held across Send would not be.
-	mu        sync.Mutex
-	cond      sync.Cond
-	waiting   int                               // for a turn
-	sending   bool                              // somebody is in processServer.Send
-	receiving bool                              // somebody is in processServer.Recv, or waits for the reader
-	ended     bool                              // Process has returned
+	receiving turn                              // to call processServer.Recv, or to wait for the reader; guards the next two
 	recvErr   error                             // of the Recv that failed
 	msgs      chan *extprocpb.ProcessingRequest // the reader's, if there is one; it closes it
-	answered  chan struct{}                     // closed by answer when it is done; made when first needed
-	books     books
-	report    report
-}
+	readErr   error                             // of the reader's Recv; set before msgs is closed
 
-// report is what the observer is going to be told. Guarded by Stream.mu.
-type report struct {
-	event    Event
-	settled  bool // event has the outcome
-	answered bool // answer is done
-	gone     bool // the stream is over
-	told     bool
+	sending turn // to call processServer.Send; guards the next
+	tail    tail // of the response body as forwarded
+
+	bench    bench         // where turns are waited for; its lock guards what follows
+	answered chan struct{} // closed by answer when the answer is out; made when first needed
+	report   *report       // nil without an observer
 }
 
 func newStream(ps processServer, o *options) *Stream {
 	s := &Stream{processServer: ps, opts: o}
-	s.cond.L = &s.mu
+	s.bench.cond.L = &s.bench.mu
+	if o.observe != nil {
+		s.report = &report{}
+	}
 	s.own, s.ctx = abort.New(ps.Context())
 	s.own.Handle().Attach(nil, (*settler)(s)) // the first hook: nobody else has the handle yet
 	return s
@@ -65,21 +59,18 @@ type settler Stream
 // Settled implements abort.Settler.
 func (st *settler) Settled(oc abort.Outcome) {
 	s := (*Stream)(st)
-	if s.opts.observe != nil {
-		phase := s.own.Handle().Progress().Phase
-		s.tell(func(r *report) {
-			r.settled = true
-			r.event.Outcome, r.event.Phase, r.event.Settled = oc, phase, time.Now()
-		})
-	}
+	s.reportSettled(oc)
 	if oc == abort.Aborted {
-		go s.answer() // ends when the answer is sent, or the stream is gone
+		go s.answer() // ends when the proxy has hung up, at the latest when Process has returned
 	}
 }
 
 // Context returns the stream's context, which carries the request's abort.Handle and
 // is canceled when the request is aborted.
 func (s *Stream) Context() context.Context { return s.ctx }
+
+// isAborted reports whether an abort has won.
+func (s *Stream) isAborted() bool { return s.own.Handle().Err() != nil }
 
 // aborted returns what Recv returns for an aborted request, else nil.
 func (s *Stream) aborted() error {
@@ -107,9 +98,9 @@ func (e *streamError) Is(target error) bool {
 
 // Recv returns the proxy's next message. For an aborted request it fails with
 // grpc's error for a client that left (code Canceled), which also unwraps to the
-// [*abort.Error]: at once if the request is aborted already, else at the next message, which is
-// dropped, or when the proxy hangs up. io.EOF means that the proxy sends no more;
-// replies that are owed still go out. Errors are sticky.
+// [*abort.Error]: at once if the request is aborted already, else at the next message,
+// which is dropped, or when the proxy hangs up. io.EOF means that the proxy sends no
+// more; replies that are owed still go out. Errors are sticky.
 func (s *Stream) Recv() (*extprocpb.ProcessingRequest, error) { return s.receive(nil, false) }
 
 // RecvMsg is Recv into m. If the stream has a reader (see RecvOrAbort), m must be a
@@ -139,47 +130,42 @@ func (s *Stream) RecvOrAbort() (*extprocpb.ProcessingRequest, error) { return s.
 
 // receive takes the next message, into m if m is not nil and there is no reader.
 func (s *Stream) receive(m any, viaReader bool) (*extprocpb.ProcessingRequest, error) {
-	s.mu.Lock()
-	for s.receiving && s.own.Handle().Err() == nil {
-		s.waitLocked()
+	if s.isAborted() || !s.bench.take(&s.receiving, s.noReceiving) {
+		return nil, s.refusal()
 	}
-	err := s.recvErr
-	if err == nil && s.ended {
-		err = errCanceled
-	}
-	if aerr := s.aborted(); aerr != nil || err != nil {
-		s.mu.Unlock()
-		if aerr != nil {
-			return nil, aerr
-		}
-		return nil, s.fail(err)
-	}
-	s.receiving = true
-	if viaReader && s.msgs == nil {
-		s.msgs = make(chan *extprocpb.ProcessingRequest)
-		go s.read(s.msgs)
-	}
-	msgs := s.msgs
-	s.mu.Unlock()
-
-	req, err := s.next(m, msgs)
+	req, err := s.next(m, viaReader)
 	if err != nil {
 		return nil, s.fail(err)
 	}
-	if err := s.aborted(); err != nil {
-		return nil, err // the message crossed the abort
+	if s.isAborted() {
+		return nil, s.aborted() // the message crossed the abort
 	}
 	if h := req.GetRequestHeaders(); h != nil && !req.GetObservabilityMode() {
-		if s.opts.registry != nil {
-			s.opts.registry.Add(header(h, "x-request-id"), s.own.Handle())
-		}
-		if s.opts.tracker != nil {
-			if r, ok := s.opts.classify(s.ctx, req); ok {
-				s.opts.tracker.TrackRequests(s.ctx, r)
-			}
-		}
+		s.track(req)
 	}
 	return req, nil
+}
+
+func (s *Stream) noReceiving() bool { return s.isAborted() || s.ended.Load() }
+
+// refusal is the error of a call that came too late.
+func (s *Stream) refusal() error {
+	if err := s.aborted(); err != nil {
+		return err
+	}
+	return errCanceled
+}
+
+// track registers and tracks the request, by its headers.
+func (s *Stream) track(req *extprocpb.ProcessingRequest) {
+	if s.opts.registry != nil {
+		s.opts.registry.Add(header(req.GetRequestHeaders(), "x-request-id"), s.own.Handle())
+	}
+	if s.opts.tracker != nil {
+		if r, ok := s.opts.classify(s.ctx, req); ok {
+			s.opts.tracker.TrackRequests(s.ctx, r)
+		}
+	}
 }
 
 // fail settles a request whose proxy sends no more, for the reason err, and returns
@@ -187,95 +173,68 @@ func (s *Stream) receive(m any, viaReader bool) (*extprocpb.ProcessingRequest, e
 func (s *Stream) fail(err error) error {
 	s.own.Settle(abort.Closed)
 	if aerr := s.aborted(); aerr != nil {
-		s.letGo() // err was the proxy's hang-up
+		s.letGo(err) // err is how the proxy hung up
 		return aerr
 	}
 	return err
 }
 
-// next receives and books one message, for a caller that has the turn to receive,
-// which next gives back.
-func (s *Stream) next(m any, msgs <-chan *extprocpb.ProcessingRequest) (req *extprocpb.ProcessingRequest, err error) {
-	defer func() { s.received(req, err) }() // deferred since Recv may be a decorator's, and panic
+// next receives and books one message. The caller has the turn to receive, which next
+// gives back.
+func (s *Stream) next(m any, viaReader bool) (req *extprocpb.ProcessingRequest, err error) {
+	defer s.bench.give(&s.receiving) // deferred since Recv may be a decorator's, and panic
+	if viaReader && s.msgs == nil && s.recvErr == nil {
+		s.msgs = make(chan *extprocpb.ProcessingRequest)
+		go s.read(s.msgs)
+	}
 	switch {
-	case msgs != nil:
-		return s.fromReader(msgs)
+	case s.recvErr != nil:
+		return nil, s.recvErr
+	case s.ended.Load():
+		return nil, errCanceled
+	case s.msgs != nil:
+		req, err = s.fromReader()
 	case m != nil:
 		err = s.processServer.RecvMsg(m)
 		req, _ = m.(*extprocpb.ProcessingRequest)
-		return req, err
-	}
-	return s.processServer.Recv()
-}
-
-// received books what Recv returned and gives back the turn to receive.
-func (s *Stream) received(req *extprocpb.ProcessingRequest, err error) {
-	book := req != nil && err == nil && s.own.Handle().Err() == nil
-	if book {
-		// The end before the books: an abort that came between the two would be answered
-		// as if there were more to come.
-		if req.GetObservabilityMode() {
-			s.own.Settle(abort.Closed) // Envoy does not listen
-		} else if endsResponse(req) {
-			s.own.Settle(abort.Completed)
-		}
-	}
-	s.mu.Lock()
-	if book {
-		s.requestLocked(req)
+	default:
+		req, err = s.processServer.Recv()
 	}
 	if err != nil {
 		s.recvErr = err
+	} else if req != nil && !s.isAborted() {
+		s.received(req)
 	}
-	s.receiving = false
-	wake := s.waiting > 0
-	s.mu.Unlock()
-	if wake {
-		s.cond.Broadcast()
-	}
-}
-
-// waitLocked waits for a turn to be given back, or an abort.
-func (s *Stream) waitLocked() {
-	s.waiting++
-	s.cond.Wait()
-	s.waiting--
+	return req, err
 }
 
 // fromReader takes the reader's next message, or none if an abort comes before it or
-// with it.
-func (s *Stream) fromReader(msgs <-chan *extprocpb.ProcessingRequest) (*extprocpb.ProcessingRequest, error) {
+// with it. The caller has the turn to receive.
+func (s *Stream) fromReader() (*extprocpb.ProcessingRequest, error) {
 	var req *extprocpb.ProcessingRequest
 	var ok bool
 	select {
-	case req, ok = <-msgs:
+	case req, ok = <-s.msgs:
 	case <-s.ctx.Done():
-		if s.own.Handle().Err() != nil {
+		if s.isAborted() {
 			return nil, nil
 		}
-		req, ok = <-msgs // the client left: the reader's Recv says how
+		req, ok = <-s.msgs // the client left: the reader's Recv says how
 	}
 	if !ok {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		return nil, s.recvErr
+		return nil, s.readErr
 	}
 	return req, nil
 }
 
-// read is the reader's goroutine. receive starts it; it ends when the proxy's Recv
-// fails, which grpc sees to when Process has returned.
+// read is the reader's goroutine. next starts it; it ends when the proxy's Recv fails,
+// which grpc sees to when Process has returned.
 func (s *Stream) read(msgs chan<- *extprocpb.ProcessingRequest) {
 	defer close(msgs)
 	for {
 		req, err := s.recvProtected()
 		if err != nil {
-			s.mu.Lock()
-			s.recvErr = err
-			s.mu.Unlock()
-			if s.own.Handle().Err() != nil {
-				s.letGo()
-			}
+			s.readErr = err
 			return
 		}
 		select {
@@ -303,116 +262,86 @@ func (s *Stream) SendMsg(m any) error {
 
 func (s *Stream) send(r *extprocpb.ProcessingResponse, m any) error {
 	if endsRequest(r) {
-		s.own.Settle(abort.Closed) // before the lock: hooks run without
+		s.own.Settle(abort.Closed) // before the turn: hooks may send too
 	}
-	s.mu.Lock()
-	for s.sending && s.own.Handle().Err() == nil {
-		s.waitLocked()
-	}
-	// Decided and booked before the message leaves: an abort that comes later finds
-	// the books as the proxy will see them, and waits for the turn.
-	drop := s.own.Handle().Err() != nil
-	if s.ended && !drop {
-		s.mu.Unlock()
-		return errCanceled
-	}
-	if drop || !s.replyLocked(r) {
-		s.mu.Unlock()
+	if !s.bench.take(&s.sending, s.isAborted) {
 		return nil
 	}
-	s.sending = true
-	s.mu.Unlock()
-	defer s.sent()
+	defer s.bench.give(&s.sending)
+	// Decided and booked before the message leaves: an abort that comes later waits for
+	// the turn, and finds the books as the proxy is going to see them.
+	if s.isAborted() {
+		return nil
+	}
+	if s.ended.Load() {
+		return errCanceled
+	}
+	if !s.reply(r) {
+		return nil
+	}
 	if m != nil {
 		return s.processServer.SendMsg(m)
 	}
 	return s.processServer.Send(r)
 }
 
-// sent gives back the turn to send.
-func (s *Stream) sent() {
-	s.mu.Lock()
-	s.sending = false
-	wake := s.waiting > 0
-	s.mu.Unlock()
-	if wake {
-		s.cond.Broadcast()
-	}
-}
-
-// grace bounds what a proxy that does not read can cost. A bare server's return frees
-// its goroutines that are stuck in Send, so ours must in the end.
+// grace bounds what a proxy can cost that does not read, or does not hang up. A bare
+// server's return frees its goroutines that are stuck in Send, so ours must in the end.
 const grace = time.Second
 
 // end is the end of Process. It settles the request, waits for the answer to an
-// abort, and then replaces what the server returned.
+// abort and for the proxy's hang-up, and then replaces what the server returned.
 func (s *Stream) end(err *error) {
-	defer s.letGo()
+	defer s.letGo(nil)
 	defer func() {
-		s.mu.Lock()
-		s.ended = true
-		s.mu.Unlock()
-		s.cond.Broadcast()
+		s.ended.Store(true)
+		s.bench.wake()
 	}()
 	s.own.Settle(abort.Closed)
-	if s.own.Handle().Err() != nil {
-		// Envoy takes the end of a stream for "go on" unless the answer comes first.
-		*err = s.awaitAnswer()
+	if s.isAborted() {
+		*err = s.awaitHangUp()
 	}
 }
 
-func (s *Stream) awaitAnswer() error {
+// awaitHangUp waits until the answer to an abort is out, since Envoy takes the end of a
+// stream without one for "go on", and then until the proxy has hung up, which is the
+// only confirmation that there is. Both together have the time of grace.
+func (s *Stream) awaitHangUp() error {
 	t := time.NewTimer(grace)
 	defer t.Stop()
+	hungUp := s.own.Handle().Done()
 	select {
 	case <-s.answerDone():
-		return nil
-	case <-s.processServer.Context().Done():
+	case <-hungUp:
 		return nil
 	case <-t.C:
 		return status.Error(codes.Aborted, "extproc: the proxy does not take the answer to an abort")
 	}
+	select {
+	case <-hungUp:
+	case <-t.C:
+	}
+	return nil
 }
 
 // answerDone returns the channel that answer closes.
 func (s *Stream) answerDone() chan struct{} {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.bench.mu.Lock()
+	defer s.bench.mu.Unlock()
 	if s.answered == nil {
 		s.answered = make(chan struct{})
 	}
 	return s.answered
 }
 
-// letGo is called whenever the stream is seen to be over.
-func (s *Stream) letGo() {
-	defer s.tell(func(r *report) {
-		if !r.gone {
-			r.gone, r.event.Ended = true, time.Now()
-		}
-	})
-	s.own.Close()
-}
-
-// tell changes the report, and tells the observer once it is complete.
-func (s *Stream) tell(change func(*report)) {
-	if s.opts.observe == nil {
+// letGo is called whenever the stream is seen to be over: with Recv's error, or with
+// nil when Process ends. The first call counts.
+func (s *Stream) letGo(how error) {
+	if s.gone.Swap(true) {
 		return
 	}
-	s.mu.Lock()
-	r := &s.report
-	change(r)
-	complete := r.gone && r.settled && (r.answered || r.event.Outcome != abort.Aborted)
-	first := complete && !r.told
-	r.told = complete
-	e := r.event
-	s.mu.Unlock()
-	if first {
-		e.Handle = s.own.Handle()
-		var err error
-		defer recovered("observer", &err)
-		s.opts.observe(e)
-	}
+	defer s.reportGone(how)
+	s.own.Close()
 }
 
 // recovered, deferred, makes a panic an error: for user code, and for streams that

@@ -241,9 +241,13 @@ func TestProxies(t *testing.T) {
 		answer bool
 		within time.Duration // of the abort, and of the server's return
 	}{
-		"hangs up":             {window: 10, do: func(st *extproctest.Stream) { time.Sleep(time.Millisecond); st.HangUp() }, answer: true, within: time.Millisecond},
-		"half-closes":          {window: 10, do: func(st *extproctest.Stream) { time.Sleep(time.Millisecond); st.HalfClose() }, answer: true, within: time.Millisecond},
-		"goes on sending":      {window: 10, do: func(st *extproctest.Stream) { time.Sleep(time.Millisecond); st.Push(responseHeaders()) }, answer: true, within: time.Millisecond},
+		"hangs up":    {window: 10, do: func(st *extproctest.Stream) { time.Sleep(time.Millisecond); st.HangUp() }, answer: true, within: time.Millisecond},
+		"half-closes": {window: 10, do: func(st *extproctest.Stream) { time.Sleep(time.Millisecond); st.HalfClose() }, answer: true, within: time.Millisecond},
+		"goes on sending": {window: 10, do: func(st *extproctest.Stream) {
+			for st.Push(responseHeaders()) {
+				time.Sleep(time.Millisecond)
+			}
+		}, answer: true, within: time.Second},
 		"stops reading":        {window: 0, do: func(*extproctest.Stream) {}, server: "at work", code: codes.Aborted, within: time.Second},
 		"stops reading, Sends": {window: 0, do: func(*extproctest.Stream) {}, server: "in Send elsewhere", code: codes.Aborted, within: time.Second},
 		"vanishes":             {window: 0, do: func(st *extproctest.Stream) { st.HangUp() }, within: 0},
@@ -684,11 +688,14 @@ func TestStuckReaders(t *testing.T) {
 				}
 				return nil
 			}), 1)
+			go envoy(st)
 			go func() {
 				for st.Push(responseBody("x", false)) {
+					time.Sleep(100 * time.Microsecond)
 				}
 			}()
 			wait()
+			time.Sleep(time.Millisecond)
 		}
 	})
 }
