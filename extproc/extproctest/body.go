@@ -25,14 +25,8 @@ type body struct {
 	trailer *http.Header // where the reader puts the trailers at io.EOF
 }
 
-func newBody(trailer *http.Header, onClose func()) *body {
-	return &body{
-		pieces:  make(chan []byte),
-		over:    make(chan struct{}),
-		closed:  make(chan struct{}),
-		onClose: onClose,
-		trailer: trailer,
-	}
+func newBody(onClose func()) *body {
+	return &body{pieces: make(chan []byte), over: make(chan struct{}), closed: make(chan struct{}), onClose: onClose}
 }
 
 // finish says what Read returns behind the pieces: io.EOF or why the body is cut short. The first call counts.

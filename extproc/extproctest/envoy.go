@@ -17,11 +17,11 @@
 //
 // [Stream] is the layer below: one ext_proc stream, both ends, for tests that send the messages themselves.
 //
-// What [Envoy] does was measured on Envoy 1.36 to 1.40; where versions differ it is 1.37 and later. It is one filter, one
-// route and one cluster: the codecs (HTTP/2 frames and error codes, HTTP/1's delayed close), retries, route and idle
-// timeouts, access to the stream by other filters, gRPC local replies (grpc_status), attributes, mutation rules, allowed
-// override modes, StreamedImmediateResponse, draining and body mode GRPC are not modelled. A [Envoy.Config] that asks for
-// one of them panics.
+// What [Envoy] does was measured on Envoy 1.36 to 1.40; where these differ it does as 1.37 and later. It is one filter, one
+// route and one cluster. Not modelled are the codecs (HTTP/2 frames and error codes, HTTP/1's delayed close), retries, route
+// and idle timeouts, other filters, the gRPC form of local replies (grpc_status), StreamedImmediateResponse, draining,
+// attributes, mutation rules, allowed override modes, and body mode GRPC; an [Envoy.Config] that asks for one of these
+// panics.
 package extproctest
 
 import (

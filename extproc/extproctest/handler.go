@@ -39,7 +39,8 @@ func (t handler) RoundTrip(req *http.Request) (*http.Response, error) {
 
 	res := &http.Response{Proto: r.Proto, ProtoMajor: 1, ProtoMinor: 1, Request: req}
 	w := &responseWriter{ctx: ctx, header: make(http.Header), head: make(chan struct{}), res: res}
-	w.body = newBody(&res.Trailer, cancel)
+	w.body = newBody(cancel)
+	w.body.trailer = &res.Trailer
 	res.Body = w.body
 	stop := context.AfterFunc(req.Context(), func() {
 		cancel()
@@ -59,15 +60,21 @@ func (t handler) RoundTrip(req *http.Request) (*http.Response, error) {
 	}()
 	select {
 	case <-w.head:
-		return res, nil
 	case <-w.body.over:
 	}
 	select {
 	case <-w.head: // an empty response is over at once
-		return res, nil
+		if req.Context().Err() == nil {
+			return res, nil
+		}
+		return nil, noResponse(req.Context().Err())
 	default:
-		return nil, fmt.Errorf("extproctest: no response from the handler: %w", w.body.final)
+		return nil, noResponse(w.body.final)
 	}
+}
+
+func noResponse(err error) error {
+	return fmt.Errorf("extproctest: no response from the handler: %w", err)
 }
 
 // responseWriter is the handler's end of a response.

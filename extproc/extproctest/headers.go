@@ -66,9 +66,6 @@ func (f fields) proto() *corepb.HeaderMap {
 	return m
 }
 
-// errInvalidHeader is the details of the error Envoy ends a request with.
-const errInvalidHeader = "header_mutation_set_contains_invalid_character"
-
 // mutate applies m as Envoy does, measured on 1.40: removals come first; a value replaces what is there unless append is
 // true, and append_action has no effect; fixed names cannot be touched. It reports what it refused through refused. An
 // invalid name or value ends the mutation with false.

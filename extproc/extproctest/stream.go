@@ -3,7 +3,6 @@ package extproctest
 import (
 	"context"
 	"io"
-	"maps"
 	"sync"
 	"sync/atomic"
 
@@ -38,10 +37,7 @@ type Stream struct {
 	sending, receiving atomic.Bool
 	recvErr            error // of Recv, guarded by receiving
 
-	mu              sync.Mutex // guards what follows
-	header, trailer metadata.MD
-	headerSent      bool
-	failed          error // the status with which grpc ended the stream on its own
+	failed atomic.Pointer[error] // the status with which grpc ends the stream on its own
 }
 
 var _ extprocpb.ExternalProcessor_ProcessServer = (*Stream)(nil)
@@ -118,9 +114,7 @@ func (s *Stream) Send(r *extprocpb.ProcessingResponse) error {
 	wire, err := proto.Marshal(r)
 	if err != nil {
 		err = status.Errorf(codes.Internal, "grpc: error while marshaling: %v", err)
-		s.mu.Lock()
-		s.failed = err
-		s.mu.Unlock()
+		s.failed.Store(&err)
 		s.cancel()
 		return err
 	}
@@ -139,28 +133,14 @@ func (s *Stream) Send(r *extprocpb.ProcessingResponse) error {
 // SendMsg is Send of m, a *ProcessingResponse.
 func (s *Stream) SendMsg(m any) error { return s.Send(m.(*extprocpb.ProcessingResponse)) }
 
-// SetHeader adds to what Header returns. It fails after SendHeader.
-func (s *Stream) SetHeader(md metadata.MD) error { return s.addHeader(md, false) }
+// SetHeader, SendHeader and SetTrailer do nothing: Envoy makes no use of a server's metadata.
+func (s *Stream) SetHeader(metadata.MD) error { return nil }
 
-// SendHeader is SetHeader, once.
-func (s *Stream) SendHeader(md metadata.MD) error { return s.addHeader(md, true) }
+// SendHeader does nothing.
+func (s *Stream) SendHeader(metadata.MD) error { return nil }
 
-// SetTrailer adds to what Trailer returns.
-func (s *Stream) SetTrailer(md metadata.MD) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.trailer = metadata.Join(s.trailer, md)
-}
-
-func (s *Stream) addHeader(md metadata.MD, send bool) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.headerSent {
-		return status.Error(codes.Internal, "transport: the stream is done or WriteHeader was already called")
-	}
-	s.header, s.headerSent = metadata.Join(s.header, md), send
-	return nil
-}
+// SetTrailer does nothing.
+func (s *Stream) SetTrailer(metadata.MD) {}
 
 func (s *Stream) ended() error {
 	if err := s.ctx.Err(); err != nil {
@@ -208,24 +188,8 @@ func (s *Stream) HangUp() { s.cancel() }
 func (s *Stream) Serve(srv extprocpb.ExternalProcessorServer) error {
 	defer s.cancel()
 	err := srv.Process(s)
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.failed != nil {
-		return s.failed
+	if failed := s.failed.Load(); failed != nil {
+		return *failed
 	}
 	return err
-}
-
-// Header returns a copy of the header metadata that the server has set.
-func (s *Stream) Header() metadata.MD {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return maps.Clone(s.header)
-}
-
-// Trailer returns a copy of the trailer metadata that the server has set.
-func (s *Stream) Trailer() metadata.MD {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return maps.Clone(s.trailer)
 }
