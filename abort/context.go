@@ -23,19 +23,19 @@ type cancelContext struct {
 
 // cancelable returns the context's child, which it makes if need be.
 func (c *requestContext) cancelable() *cancelContext {
-	if child := c.child.Load(); child != nil {
-		return child
+	child := c.child.Load()
+	if child == nil {
+		n := new(cancelContext)
+		n.Context, n.cancel = context.WithCancelCause(c.parent)
+		if !c.child.CompareAndSwap(nil, n) {
+			n.cancel(nil)
+		}
+		child = c.child.Load()
 	}
-	n := new(cancelContext)
-	n.Context, n.cancel = context.WithCancelCause(c.parent)
-	if !c.child.CompareAndSwap(nil, n) {
-		n.cancel(nil)
-		return c.child.Load()
+	if c.ended.Load() { // end may have come too early to see the child
+		child.cancel(nil)
 	}
-	if c.ended.Load() { // end may have come too early to see n
-		n.cancel(nil)
-	}
-	return n
+	return child
 }
 
 // end ends the context, without a cause of its own.
@@ -50,17 +50,13 @@ func (c *requestContext) Deadline() (time.Time, bool) { return c.parent.Deadline
 
 func (c *requestContext) Done() <-chan struct{} { return c.cancelable().Done() }
 
+// Err asks a child once anything has ended: only a child's error is for good, whatever
+// becomes of parent.
 func (c *requestContext) Err() error {
-	if child := c.child.Load(); child != nil {
-		return child.Err()
+	if c.child.Load() == nil && !c.ended.Load() && c.parent.Err() == nil {
+		return nil
 	}
-	if err := c.parent.Err(); err != nil {
-		return err
-	}
-	if c.ended.Load() {
-		return context.Canceled
-	}
-	return nil
+	return c.cancelable().Err()
 }
 
 // Value finds the child's own keys too: that is how package context gets at the

@@ -2,7 +2,6 @@ package abort
 
 import (
 	"context"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -59,7 +58,12 @@ type handleKey struct{}
 // carries its Handle. The context is done when the request is aborted (then its
 // cause is an [*Error]), when the Owner closes it, or when parent is. The caller
 // must call [Owner.Close] when the request is over.
+//
+// New panics if parent is nil.
 func New(parent context.Context) (*Owner, context.Context) {
+	if parent == nil {
+		panic("abort: New: nil parent")
+	}
 	o := &Owner{}
 	h := &o.h
 	h.phase, h.start = Waiting, time.Now()
@@ -78,9 +82,10 @@ func FromContext(ctx context.Context) *Handle {
 func (h *Handle) none() bool { return h == nil || h.ctx.parent == nil }
 
 // Abort ends the request if nothing else has, and reports whether this call did.
-// The decision, the end of the request's context and the removal from every index
-// are one step: when Abort returns, all of them have happened, whoever won. A
-// client that had left by then wins: the request is no victim.
+// The decision and the end of the request's context are one step: when Abort returns,
+// both have happened, whichever abort won. The winner's call has also run every hook
+// and removed the request from every index; a loser does not wait for that, since it
+// may be a hook itself. A client that had left by then wins: the request is no victim.
 //
 // Abort does not wait for the proxy or the engine; see [Handle.Done].
 func (h *Handle) Abort(r Reason) bool { return h.AbortBefore(Unknown, r) }
@@ -154,7 +159,8 @@ func (h *Handle) Describe(reqs ...Request) {
 		h.first[0] = reqs[0]
 		h.reqs = h.first[:]
 	} else {
-		h.reqs = slices.Clone(reqs)
+		// Not nil even if it is empty: first is written once, somebody may be reading it.
+		h.reqs = append(make([]Request, 0, len(reqs)), reqs...)
 	}
 }
 
@@ -187,12 +193,23 @@ func (h *Handle) Outcome() Outcome {
 
 // Err returns the [*Error] of an aborted request, else nil.
 func (h *Handle) Err() error {
-	if h != nil {
-		if e := h.err.Load(); e != nil {
-			return e
+	if h == nil {
+		return nil
+	}
+	e := h.err.Load()
+	if e == nil {
+		if c := h.ctx.child.Load(); c != nil && c.Err() != nil {
+			// An abort ends the context before it stores its error, both under mu. Whoever was
+			// woken by the one must find the other.
+			h.mu.Lock()
+			e = h.err.Load()
+			h.mu.Unlock()
 		}
 	}
-	return nil
+	if e == nil {
+		return nil // not a nil *Error
+	}
+	return e
 }
 
 // Done returns a channel that is closed when the request's Owner has let go of it:
@@ -238,8 +255,12 @@ func (h *Handle) OnSettle(f func(Outcome)) {
 // and would otherwise need a map to find it again. If something is attached under
 // key, Attach returns that and changes nothing; else it attaches s, has it told
 // when the request settles (at once if it has), and returns nil. A nil key finds
-// nothing and is never found. When the request settles, all is detached.
+// nothing and is never found. When the request settles, all is detached. Attach
+// panics if s is nil.
 func (h *Handle) Attach(key any, s Settler) Settler {
+	if s == nil {
+		panic("abort: Attach: nil Settler")
+	}
 	if h.none() {
 		return nil
 	}

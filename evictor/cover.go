@@ -1,6 +1,9 @@
 package evictor
 
-import "slices"
+import (
+	"math"
+	"slices"
+)
 
 // candidate is a request in a snapshot.
 type candidate struct {
@@ -22,19 +25,20 @@ func sortCandidates(cs []candidate, compare func(a, b Victim) int) {
 // which it goes wrong: by many small requests that a larger one makes needless, and by a
 // single one that would have done.
 func cover(cs []candidate, tokens int64, n int) (chosen, rest []candidate) {
-	var sum int64
+	var sum uint64 // less than tokens and one candidate's more: no overflow
+	need := uint64(tokens)
 	last := 0 // one behind the last that is needed
-	for last < len(cs) && sum < tokens {
-		sum = min(sum, maxTokens-cs[last].tokens) + cs[last].tokens
+	for last < len(cs) && sum < need {
+		sum += uint64(cs[last].tokens)
 		last++
 	}
-	if sum < tokens {
+	if sum < need {
 		return nil, cs
 	}
 	take := make([]bool, len(cs))
-	count, highest := 0, cs[0].priority
+	count, highest := 0, math.MinInt
 	for i := last - 1; i >= 0; i-- { // the most work is lost with the last
-		if t := cs[i].tokens; sum-t >= tokens {
+		if t := uint64(cs[i].tokens); sum-t >= need {
 			sum -= t
 			continue
 		}

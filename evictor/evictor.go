@@ -16,6 +16,7 @@ import (
 	"errors"
 	"fmt"
 	"iter"
+	"math"
 	"sync"
 
 	"github.com/extevict/extevict/abort"
@@ -56,12 +57,11 @@ type Evictor struct {
 	aborter abort.Aborter
 	order   func(a, b Victim) int
 
-	mu        sync.Mutex // guards what follows and every entry; never held across a call out
+	mu        sync.Mutex // guards what follows and every entry; never held across a call out, but a handle's lock nests inside
 	all       set
 	endpoints map[string]*set // by the integrator's name; a few may be empty
 	idle      int             // how many of endpoints are empty
 	seq       uint64          // of the latest dispatch
-	n         int             // entries that are listed or claimed
 }
 
 // An Option configures New.
@@ -122,18 +122,15 @@ func (v *Evictor) TrackRequests(ctx context.Context, reqs ...abort.Request) {
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	switch e.state {
-	case listed:
-		v.unlistLocked(e)
-		e.state = unlisted
-		v.n--
-	case claimed, dead:
-		return // an eviction has it, and puts it back as described now; or nobody ever will
+	if e.dead {
+		return
 	}
-	if len(reqs) > 0 {
-		v.seq++
-		e.seq = v.seq
-		v.n++
+	v.unlistLocked(e)
+	v.seq++
+	e.seq = v.seq
+	// As the handle has it by now: calls for one request may cross, and the last of them
+	// must not list what another described.
+	if reqs = h.Requests(); len(reqs) > 0 {
 		v.listLocked(e, reqs)
 	}
 }
@@ -165,10 +162,13 @@ func (v *Evictor) Evict(ctx context.Context, d Demand) ([]*abort.Handle, error) 
 func (v *Evictor) All() iter.Seq[*abort.Handle] {
 	return func(yield func(*abort.Handle) bool) {
 		v.mu.Lock()
-		cs := v.all.appendBelow(make([]candidate, 0, v.all.n), nil)
+		hs := make([]*abort.Handle, 0, v.all.n)
+		for _, e := range v.all.order {
+			hs = append(hs, e.h)
+		}
 		v.mu.Unlock()
-		for _, c := range cs {
-			if c.Handle.Outcome() == abort.Pending && !yield(c.Handle) {
+		for _, h := range hs {
+			if h.Outcome() == abort.Pending && !yield(h) {
 				return
 			}
 		}
@@ -180,7 +180,7 @@ func (v *Evictor) All() iter.Seq[*abort.Handle] {
 func (v *Evictor) Len() int {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	return v.n
+	return v.all.n
 }
 
 // eviction is one call of Evict.
@@ -239,10 +239,9 @@ func (x *eviction) planned() {
 		n := len(x.victims) - won
 		if d.Tokens > 0 {
 			for _, h := range x.victims[won:] {
-				d.Tokens -= tokensAt(h.Requests(), d.Endpoint)
-			}
-			if d.Tokens <= 0 {
-				return
+				if d.Tokens -= tokensAt(h.Requests(), d.Endpoint); d.Tokens <= 0 {
+					return
+				}
 			}
 		}
 		if d.N > 0 {
@@ -290,13 +289,11 @@ func early(p, limit abort.Phase) bool {
 func tokensAt(reqs []abort.Request, endpoint string) (n int64) {
 	for i := range reqs {
 		if r := &reqs[i]; r.Tokens > 0 && (endpoint == "" || r.Endpoint == endpoint) {
-			n = min(n, maxTokens-r.Tokens) + r.Tokens // no overflow
+			n = min(n, math.MaxInt64-r.Tokens) + r.Tokens // no overflow
 		}
 	}
 	return n
 }
-
-const maxTokens = 1 << 62
 
 // maxAborters bounds how many Aborters one Evict has at work at a time.
 const maxAborters = 16
@@ -308,23 +305,35 @@ type verdict struct {
 	err error
 }
 
-// end ends the requests of the claimed entries.
+// end ends the requests of the claimed entries, as long as the demand is there.
 func (x *eviction) end(es []*entry) {
 	if x.v.aborter == nil {
-		for _, e := range es {
-			x.book(x.endOne(e))
+		for i, e := range es {
+			if x.ctx.Err() != nil {
+				x.spared = append(x.spared, es[i:]...)
+				return
+			}
+			var r verdict
+			x.v.endOne(x.ctx, &x.d, e, &r)
+			x.book(r)
 		}
 		return
 	}
-	// One goroutine for each Aborter's call: it ends when the Aborter returns.
+	// One goroutine for each Aborter's call: it ends when the Aborter returns. It shares
+	// nothing with x, which it may outlive.
+	v, ctx, d := x.v, x.ctx, x.d
 	results := make(chan verdict, len(es))
 	running := 0
 	for len(es) > 0 || running > 0 {
-		if len(es) > 0 && running < maxAborters {
+		if len(es) > 0 && running < maxAborters && x.ctx.Err() == nil {
 			e := es[0]
 			es = es[1:]
 			running++
-			go func() { results <- x.endOne(e) }()
+			go func() {
+				var r verdict
+				defer func() { results <- r }() // also if the Aborter ends the goroutine
+				v.endOne(ctx, &d, e, &r)
+			}()
 			continue
 		}
 		select {
@@ -339,9 +348,18 @@ func (x *eviction) end(es []*entry) {
 	}
 }
 
-// abandon leaves Aborters that outlive the demand to themselves. Its goroutine ends
-// with the last of them.
+// abandon books what is there and leaves Aborters that outlive the demand to
+// themselves. Its goroutine ends with the last of them.
 func (x *eviction) abandon(results <-chan verdict, running int) {
+	for ; running > 0; running-- {
+		select {
+		case r := <-results:
+			x.book(r)
+			continue
+		default:
+		}
+		break
+	}
 	v := x.v
 	go func() {
 		for range running {
@@ -369,25 +387,41 @@ func (x *eviction) putBack() {
 	}
 }
 
-// endOne ends one request, the Aborter first. No panic of an Aborter or of somebody's
-// hook gets past it: the other victims have nothing to do with it.
-func (x *eviction) endOne(e *entry) (r verdict) {
+// endOne ends one request for d, the Aborter first, and says in r what became of it. No
+// panic of an Aborter or of somebody's hook gets past it: the other victims have nothing
+// to do with it.
+func (v *Evictor) endOne(ctx context.Context, d *Demand, e *entry, r *verdict) {
 	r.e = e
+	in := "" // whose code runs
 	defer func() {
-		if p := recover(); p != nil {
-			r.won = e.h.Err() != nil
-			r.err = fmt.Errorf("evictor: panic: %v", p)
+		if in == "" {
+			return
 		}
+		p := recover()
+		if p == nil {
+			p = "runtime.Goexit"
+		}
+		r.err = fmt.Errorf("evictor: panic in %s: %v", in, p)
+		r.won = in == "hook" && e.h.Err() != nil // whoever settles a request runs its hooks, nobody else
 	}()
-	if e.h.Outcome() != abort.Pending || !early(e.h.Progress().Phase, x.d.Before) {
-		return r // the Aborter must not hear of it
-	}
-	if a := x.v.aborter; a != nil {
-		if err := a.Abort(x.ctx, e.h, x.d.Reason); err != nil {
+	if a := v.aborter; a != nil {
+		// It must not hear of a request that is over or has come too far.
+		if e.h.Outcome() != abort.Pending {
+			v.bury(e) // its server has not noticed yet that the client left
+			return
+		}
+		if !early(e.h.Progress().Phase, d.Before) {
+			return
+		}
+		in = "Aborter"
+		err := a.Abort(ctx, e.h, d.Reason)
+		in = ""
+		if err != nil {
 			r.err = fmt.Errorf("evictor: %w", err)
-			return r
+			return
 		}
 	}
-	r.won = e.h.AbortBefore(x.d.Before, x.d.Reason)
-	return r
+	in = "hook"
+	r.won = e.h.AbortBefore(d.Before, d.Reason)
+	in = ""
 }

@@ -6,26 +6,20 @@ import (
 	"github.com/extevict/extevict/abort"
 )
 
-// entry is one tracked request. It hangs on the request's handle, and while it is
-// listed in the set of all and in that of each endpoint it occupies.
+// entry is one tracked request. It hangs on the request's handle and, while it holds
+// something, is listed in the set of all and in that of each endpoint it occupies.
 type entry struct {
-	v     *Evictor
-	h     *abort.Handle
-	seq   uint64 // of its dispatch
-	all   link
-	leg   link   // at its first endpoint
-	legs  []link // at the others
-	state state
+	v       *Evictor
+	h       *abort.Handle
+	seq     uint64 // of its dispatch: a snapshot that has another is stale
+	all     link
+	leg     link   // at its first endpoint
+	legs    []link // at the others
+	claimed bool   // an eviction has it; it keeps its place in case that fails
+	dead    bool   // settled or gone: never listed again
 }
 
-type state uint8
-
-const (
-	unlisted state = iota // holds nothing yet, or no more
-	listed                // a candidate
-	claimed               // an eviction has it
-	dead                  // settled, or gone
-)
+func (e *entry) listed() bool { return e.all.band != nil }
 
 // link is one membership in one band.
 type link struct {
@@ -53,8 +47,11 @@ type set struct {
 	idle  int // empty bands
 }
 
-// keep is how many empty bands or sets stay beside the others.
-const keep = 16
+// How many empty ones stay beside the others, at least.
+const (
+	keepBands = 16 // of a set
+	keepSets  = 64
+)
 
 func (s *set) push(l *link, priority int) {
 	i, ok := slices.BinarySearchFunc(s.bands, priority, func(b *band, p int) int {
@@ -76,11 +73,7 @@ func (s *set) push(l *link, priority int) {
 	if b.empty() {
 		s.idle--
 	}
-	at := b.root.prev
-	for at != &b.root && at.e.seq > l.e.seq { // only for what is put back
-		at = at.prev
-	}
-	l.band, l.prev, l.next = b, at, at.next
+	l.band, l.prev, l.next = b, b.root.prev, &b.root
 	l.prev.next, l.next.prev = l, l
 	s.n++
 }
@@ -90,8 +83,9 @@ func (l *link) drop() {
 	l.prev.next, l.next.prev = l.next, l.prev
 	if l.band.empty() {
 		s.idle++
-		if s.idle > keep+len(s.bands)/2 {
-			s.bands = slices.DeleteFunc(s.bands, (*band).empty)
+		if s.idle > keepBands+len(s.bands)/2 {
+			// Into a new slice, since one that grew does not shrink.
+			s.bands = slices.Clone(slices.DeleteFunc(s.bands, (*band).empty))
 			s.idle = 0
 		}
 	}
@@ -99,31 +93,31 @@ func (l *link) drop() {
 	s.n--
 }
 
-// appendBelow appends the set's requests below the priority, or all if it is nil, in
-// the default order.
-func (s *set) appendBelow(cs []candidate, below *int) []candidate {
+// order iterates over the set's requests and their priorities in the default order of
+// eviction.
+func (s *set) order(yield func(int, *entry) bool) {
 	for _, b := range s.bands {
-		if below != nil && b.priority >= *below {
-			break
-		}
 		for l := b.root.prev; l != &b.root; l = l.prev {
-			cs = append(cs, candidate{Victim: Victim{Handle: l.e.h}, e: l.e, seq: l.e.seq, priority: b.priority})
+			if !yield(b.priority, l.e) {
+				return
+			}
 		}
 	}
-	return cs
 }
 
-// setLocked returns the set that a demand for the endpoint chooses from, or nil.
+// setLocked returns the set that a demand for the endpoint chooses from.
 func (v *Evictor) setLocked(endpoint string) *set {
 	if endpoint == "" {
 		return &v.all
 	}
-	return v.endpoints[endpoint]
+	if s := v.endpoints[endpoint]; s != nil {
+		return s
+	}
+	return &set{}
 }
 
 func (v *Evictor) listLocked(e *entry, reqs []abort.Request) {
 	priority := reqs[0].Priority
-	e.state = listed
 	e.all.e = e
 	v.all.push(&e.all, priority)
 	e.legs = nil
@@ -162,6 +156,9 @@ func (v *Evictor) endpointLocked(name string) *set {
 }
 
 func (v *Evictor) unlistLocked(e *entry) {
+	if !e.listed() {
+		return
+	}
 	e.all.drop()
 	v.dropLegLocked(&e.leg)
 	for i := range e.legs {
@@ -176,7 +173,7 @@ func (v *Evictor) dropLegLocked(l *link) {
 		return
 	}
 	v.idle++
-	if v.idle > keep+len(v.endpoints)/2 {
+	if v.idle > keepSets+len(v.endpoints)/2 {
 		// Into a new map, since one that grew does not shrink.
 		busy := make(map[string]*set, len(v.endpoints)-v.idle)
 		for name, s := range v.endpoints {
@@ -195,64 +192,28 @@ func (e *entry) Settled(abort.Outcome) { e.v.bury(e) }
 func (v *Evictor) bury(e *entry) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	switch e.state {
-	case listed:
-		v.unlistLocked(e)
-		v.n--
-	case claimed:
-		v.n--
-	}
-	e.state = dead
+	e.dead = true
+	v.unlistLocked(e)
 }
 
-// putBack lists a claimed entry again, at its old place, as its request is described
-// by now.
+// putBack makes a claimed entry a candidate again.
 func (v *Evictor) putBack(e *entry) {
-	reqs := e.h.Requests()
-	if e.h.Outcome() != abort.Pending {
-		v.bury(e) // its server has not noticed yet that the client left
-		return
-	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	if e.state != claimed {
-		return
-	}
-	if len(reqs) == 0 {
-		e.state = unlisted
-		v.n--
-		return
-	}
-	v.listLocked(e, reqs)
-}
-
-func (v *Evictor) claimLocked(e *entry) {
-	v.unlistLocked(e)
-	e.state = claimed
+	e.claimed = false
 }
 
 // claimNewest claims up to n requests that d allows, in the default order.
 func (v *Evictor) claimNewest(d *Demand, n int) (es []*entry) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	s := v.setLocked(d.Endpoint)
-	if s == nil {
-		return nil
-	}
-	for i := 0; i < len(s.bands) && s.bands[i].priority < d.Below; {
-		b := s.bands[i]
-		if b.empty() {
-			i++
-			continue
-		}
-		if len(es) == n {
+	for priority, e := range v.setLocked(d.Endpoint).order {
+		if priority >= d.Below || len(es) == n {
 			break
 		}
-		e := b.root.prev.e
-		v.claimLocked(e) // may drop empty bands, this one among them
-		es = append(es, e)
-		if i >= len(s.bands) || s.bands[i] != b {
-			i = 0
+		if !e.claimed {
+			e.claimed = true
+			es = append(es, e)
 		}
 	}
 	return es
@@ -263,10 +224,16 @@ func (v *Evictor) snapshot(d *Demand) []candidate {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	s := v.setLocked(d.Endpoint)
-	if s == nil {
-		return nil
+	cs := make([]candidate, 0, s.n)
+	for priority, e := range s.order {
+		if priority >= d.Below {
+			break
+		}
+		if !e.claimed {
+			cs = append(cs, candidate{Victim: Victim{Handle: e.h}, e: e, seq: e.seq, priority: priority})
+		}
 	}
-	return s.appendBelow(make([]candidate, 0, s.n), &d.Below)
+	return cs
 }
 
 // claim claims those of a snapshot that have not changed since.
@@ -274,8 +241,8 @@ func (v *Evictor) claim(cs []candidate) (es []*entry) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	for i := range cs {
-		if e := cs[i].e; e.state == listed && e.seq == cs[i].seq {
-			v.claimLocked(e)
+		if e := cs[i].e; !e.claimed && !e.dead && e.seq == cs[i].seq {
+			e.claimed = true
 			es = append(es, e)
 		}
 	}
