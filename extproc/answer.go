@@ -4,12 +4,15 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"time"
 
 	corepb "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
+	filterpb "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/ext_proc/v3"
 	extprocpb "github.com/envoyproxy/go-control-plane/envoy/service/ext_proc/v3"
 	typepb "github.com/envoyproxy/go-control-plane/envoy/type/v3"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/structpb"
 
 	"github.com/extevict/extevict/abort"
 )
@@ -63,10 +66,13 @@ func (s *Stream) answer() {
 
 	kind := AnswerNone
 	if s.bench.take(&s.sending, s.ended.Load) {
+		if len(event) > 0 && s.opts.event.Wait > 0 && s.facts.mode() == filterpb.ProcessingMode_STREAMED && s.eventAllowed() && s.owed.empty() {
+			s.awaitChunk(s.opts.event.Wait)
+		}
 		if s.ended.Load() {
 			err = errors.Join(err, errTooLate)
 		} else {
-			msgs, k := s.messages(imm, event)
+			msgs, k := s.messages(imm, event, cause)
 			if serr := s.deliver(msgs); serr == nil {
 				kind = k
 			} else {
@@ -83,6 +89,36 @@ func (s *Stream) answer() {
 }
 
 var errTooLate = errors.New("extproc: the stream ended before the answer")
+
+// awaitChunk waits for a chunk whose reply can carry the event, if anybody receives: the
+// server, in which case the first message will do, or the reader. The caller has the turn to send.
+func (s *Stream) awaitChunk(wait time.Duration) {
+	expired := make(chan struct{})
+	t := time.AfterFunc(wait, func() { close(expired); s.bench.wake() })
+	defer t.Stop()
+	over := func() bool {
+		select {
+		case <-expired:
+			return true
+		default:
+			return s.late.Load() || s.gone.Load() || s.ended.Load()
+		}
+	}
+	if !s.bench.take(&s.receiving, over) {
+		return
+	}
+	defer s.bench.give(&s.receiving)
+	if s.msgs == nil {
+		return // the server is not in Recv
+	}
+	select {
+	case req, ok := <-s.msgs:
+		if ok {
+			s.crossed(req)
+		}
+	case <-expired:
+	}
+}
 
 // drain receives in place of a server that doesn't, until the proxy hangs up.
 func (s *Stream) drain() {
@@ -103,12 +139,26 @@ func (s *Stream) drain() {
 
 // messages chooses the answer by where the response is now. The caller has the turn
 // to send, so nothing of it can move.
-func (s *Stream) messages(imm *extprocpb.ImmediateResponse, event []byte) ([]*extprocpb.ProcessingResponse, Answer) {
+func (s *Stream) messages(imm *extprocpb.ImmediateResponse, event []byte, cause *abort.Error) ([]*extprocpb.ProcessingResponse, Answer) {
 	final := &extprocpb.ProcessingResponse{Response: &extprocpb.ProcessingResponse_ImmediateResponse{ImmediateResponse: imm}}
+	f := &s.facts
+	if len(event) > 0 && s.eventAllowed() {
+		switch {
+		// Envoy would take it for a spurious message before the first part of the body was received.
+		case f.mode() == filterpb.ProcessingMode_FULL_DUPLEX_STREAMED && f.has(hasBody):
+			if s.opts.event.CleanEnd {
+				return []*extprocpb.ProcessingResponse{cleanEnd(event, cause)}, AnswerEnd
+			}
+			m := &extprocpb.BodyMutation{Mutation: &extprocpb.BodyMutation_StreamedResponse{StreamedResponse: &extprocpb.StreamedBodyResponse{Body: event}}}
+			return []*extprocpb.ProcessingResponse{bodyReply(m), final}, AnswerEvent
+		// In place of the chunk: the server has not said yet that the client may have it.
+		case f.mode() == filterpb.ProcessingMode_STREAMED && !s.owed.empty():
+			m := &extprocpb.BodyMutation{Mutation: &extprocpb.BodyMutation_Body{Body: event}}
+			return []*extprocpb.ProcessingResponse{bodyReply(m), final}, AnswerEvent
+		}
+	}
 	switch {
-	case len(event) > 0 && s.eventAllowed():
-		return []*extprocpb.ProcessingResponse{streamedBody(event), final}, AnswerEvent
-	case s.facts.has(released):
+	case f.has(released):
 		return []*extprocpb.ProcessingResponse{final}, AnswerReset
 	case s.own.Handle().Progress().Phase == abort.Unknown:
 		return []*extprocpb.ProcessingResponse{final}, AnswerUnknown
@@ -116,10 +166,20 @@ func (s *Stream) messages(imm *extprocpb.ImmediateResponse, event []byte) ([]*ex
 	return []*extprocpb.ProcessingResponse{final}, AnswerStatus
 }
 
-func streamedBody(p []byte) *extprocpb.ProcessingResponse {
+func bodyReply(m *extprocpb.BodyMutation) *extprocpb.ProcessingResponse {
 	return &extprocpb.ProcessingResponse{Response: &extprocpb.ProcessingResponse_ResponseBody{ResponseBody: &extprocpb.BodyResponse{
-		Response: &extprocpb.CommonResponse{BodyMutation: &extprocpb.BodyMutation{Mutation: &extprocpb.BodyMutation_StreamedResponse{
-			StreamedResponse: &extprocpb.StreamedBodyResponse{Body: p}}}}}}}
+		Response: &extprocpb.CommonResponse{BodyMutation: m}}}}
+}
+
+// cleanEnd ends the client's stream with the event. Nothing in Envoy's access log
+// tells that from a normal end, so it leaves dynamic metadata there.
+func cleanEnd(event []byte, cause *abort.Error) *extprocpb.ProcessingResponse {
+	r := bodyReply(&extprocpb.BodyMutation{Mutation: &extprocpb.BodyMutation_StreamedResponse{
+		StreamedResponse: &extprocpb.StreamedBodyResponse{Body: event, EndOfStream: true}}})
+	r.DynamicMetadata = &structpb.Struct{Fields: map[string]*structpb.Value{
+		MetadataNamespace: structpb.NewStructValue(&structpb.Struct{Fields: map[string]*structpb.Value{
+			"evicted": structpb.NewStringValue(cause.Reason.String())}})}}
+	return r
 }
 
 func (s *Stream) deliver(msgs []*extprocpb.ProcessingResponse) (err error) {

@@ -273,6 +273,7 @@ func TestAnswers(t *testing.T) {
 		{"held", func(s process) error { s.Recv(); s.Recv(); s.Recv(); return nil }, upTo(streamed, rh()), status, abort.Held},
 		{"buffered", echo(buffered), upTo(buffered, rh()), status, abort.Held},
 		{"streaming", echo(streamed), upTo(streamed, rh("content-type", sse), responseBody(a, false)), reset, abort.Streaming},
+		{"headers not shown", echo(streamed), upTo(streamed, responseBody(a, false)), reset, abort.Streaming},
 		{"duplex", echo(duplex), upTo(duplex, rh("content-type", sse), responseBody(a, false)), event, abort.Streaming},
 		{"duplex, charset", echo(duplex), upTo(duplex, rh("content-type", "Text/Event-Stream; charset=utf-8"), responseBody(a, false)), event, abort.Streaming},
 		{"duplex, no body yet", echo(duplex), upTo(duplex, rh("content-type", sse)), reset, abort.Streaming},

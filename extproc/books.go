@@ -16,18 +16,28 @@ import (
 type facts struct{ word atomic.Uint32 }
 
 const (
-	modeMask uint32 = 0xff // the response's body mode
-
-	inDoubt  uint32 = 1 << (8 + iota) // a mode_override may have changed the mode, or not
-	isGRPC                            // the request is gRPC
-	isSSE                             // the response is an event stream that an event can be added to
-	hasBody                           // a part of the response's body was received
-	released                          // response headers are on their way to the client
+	modeMask  = 0xf // the response's body mode
+	modeShift = 4   // to the request's
 )
 
-func (f *facts) mode() filterpb.ProcessingMode_BodySendMode {
-	return filterpb.ProcessingMode_BodySendMode(f.word.Load() & modeMask)
-}
+const (
+	inDoubt    uint32 = 1 << (8 + iota) // a mode_override may have changed the mode, or not
+	isGRPC                              // the request is gRPC
+	isSSE                               // the response is an event stream that an event can be added to
+	hasHeader                           // the response's headers were received
+	hasBody                             // a part of the response's body was received
+	configured                          // the first message said what the body modes are
+	released                            // response headers are on their way to the client
+	ownEnd                              // the server has ended the request by itself
+	letOn                               // the server has answered the request's headers
+	asked                               // WithKeepalive has asked for response trailers
+	observing                           // Envoy does not listen
+)
+
+type bodyMode = filterpb.ProcessingMode_BodySendMode
+
+func (f *facts) mode() bodyMode        { return bodyMode(f.word.Load() & modeMask) }
+func (f *facts) requestMode() bodyMode { return bodyMode(f.word.Load() >> modeShift & modeMask) }
 
 // has reports whether all the bits are set.
 func (f *facts) has(bits uint32) bool { return f.word.Load()&bits == bits }
@@ -40,7 +50,7 @@ func (f *facts) set(bits uint32) {
 
 func (f *facts) clear(bits uint32) { f.word.And(^bits) }
 
-func (f *facts) setMode(m filterpb.ProcessingMode_BodySendMode) {
+func (f *facts) setMode(m bodyMode) {
 	for {
 		old := f.word.Load()
 		if f.word.CompareAndSwap(old, old&^modeMask|uint32(m)&modeMask) {
@@ -49,17 +59,28 @@ func (f *facts) setMode(m filterpb.ProcessingMode_BodySendMode) {
 	}
 }
 
+// book books a message from the proxy. The caller has the turn to receive.
+func (s *Stream) book(req *extprocpb.ProcessingRequest) {
+	if s.isAborted() {
+		s.crossed(req)
+	} else {
+		s.received(req)
+	}
+}
+
 // received books a message from the proxy, and settles the request first if it is the
 // end of the response: an abort that came between the two would be answered as if there
-// were more to come. The caller has the turn to receive.
+// were more to come.
 func (s *Stream) received(req *extprocpb.ProcessingRequest) {
 	if req.GetObservabilityMode() {
-		s.own.Settle(abort.Closed) // Envoy does not listen
+		s.facts.set(observing)
+		s.own.Settle(abort.Closed)
 	} else if endsResponse(req) {
 		s.own.Settle(abort.Completed)
 	}
 	if c := req.GetProtocolConfig(); c != nil { // the first message
 		s.facts.setMode(c.GetResponseBodyMode())
+		s.facts.set(uint32(c.GetRequestBodyMode())&modeMask<<modeShift | configured)
 	}
 	switch r := req.GetRequest().(type) {
 	case *extprocpb.ProcessingRequest_RequestHeaders:
@@ -71,10 +92,33 @@ func (s *Stream) received(req *extprocpb.ProcessingRequest) {
 		if eventStream(header(h, "content-type")) && header(h, "content-length") == "" && header(h, "content-encoding") == "" {
 			s.facts.set(isSSE)
 		}
+		s.facts.set(hasHeader)
+
 		s.own.Advance(abort.Held)
 	case *extprocpb.ProcessingRequest_ResponseBody:
 		s.facts.set(hasBody)
+		if !s.facts.has(hasHeader) {
+			s.release() // with response_header_mode SKIP nobody holds them
+		}
+		s.owe(r.ResponseBody.GetBody())
 		s.own.Count(1, len(r.ResponseBody.GetBody()))
+	}
+}
+
+// crossed books a message that crossed the abort: a chunk is a reply owed, which can
+// carry an error event.
+func (s *Stream) crossed(req *extprocpb.ProcessingRequest) {
+	if r := req.GetResponseBody(); r != nil && !r.GetEndOfStream() {
+		s.owe(r.GetBody()) // an event in the reply to the last chunk would be a clean end
+	}
+	s.late.Store(true)
+	s.bench.wake()
+}
+
+// owe books a chunk as owed a reply, where that matters.
+func (s *Stream) owe(chunk []byte) {
+	if s.facts.mode() == filterpb.ProcessingMode_STREAMED && s.facts.has(isSSE) {
+		s.owed.push(chunk)
 	}
 }
 
@@ -89,6 +133,7 @@ func (s *Stream) reply(resp *extprocpb.ProcessingResponse) bool {
 	}
 	switch r := resp.GetResponse().(type) {
 	case *extprocpb.ProcessingResponse_RequestHeaders, *extprocpb.ProcessingResponse_RequestBody, *extprocpb.ProcessingResponse_RequestTrailers:
+		f.set(letOn)
 		if f.mode() == filterpb.ProcessingMode_NONE || f.has(inDoubt) {
 			return s.own.Advance(abort.Unknown) // response headers may be skipped too
 		}
@@ -101,7 +146,7 @@ func (s *Stream) reply(resp *extprocpb.ProcessingResponse) bool {
 		}
 		return s.release()
 	case *extprocpb.ProcessingResponse_ResponseBody:
-		s.tail = s.tail.after(r.ResponseBody.GetResponse().GetBodyMutation().GetStreamedResponse().GetBody())
+		s.forward(r.ResponseBody.GetResponse().GetBodyMutation())
 		return s.release()
 	case *extprocpb.ProcessingResponse_ResponseTrailers:
 		return s.release()
@@ -121,13 +166,32 @@ func (s *Stream) release() bool {
 	return true
 }
 
-// eventAllowed reports whether an error event can be sent unasked: Envoy would take
-// it for a spurious message before the first part of the body was received. The
-// caller has the turn to send.
+// forward books what of the body goes to the client with a reply.
+func (s *Stream) forward(m *extprocpb.BodyMutation) {
+	if s.facts.mode() != filterpb.ProcessingMode_STREAMED {
+		s.tail = s.tail.after(m.GetStreamedResponse().GetBody())
+		return
+	}
+	if !s.facts.has(isSSE) {
+		return
+	}
+	chunk := s.owed.pop()
+	switch m := m.GetMutation().(type) {
+	case *extprocpb.BodyMutation_Body:
+		s.tail = s.tail.after(m.Body)
+	case *extprocpb.BodyMutation_ClearBody:
+		if !m.ClearBody {
+			s.tail = s.tail.afterChunk(chunk)
+		}
+	default:
+		s.tail = s.tail.afterChunk(chunk)
+	}
+}
+
+// eventAllowed reports whether an error event can be sent at all; where is another
+// matter. The caller has the turn to send.
 func (s *Stream) eventAllowed() bool {
-	f := &s.facts
-	return f.mode() == filterpb.ProcessingMode_FULL_DUPLEX_STREAMED && !f.has(inDoubt) &&
-		f.has(isSSE|hasBody|released) && !f.has(isGRPC) && s.tail.endsEvent()
+	return s.facts.has(isSSE|released) && !s.facts.has(inDoubt) && !s.facts.has(isGRPC) && s.tail.endsEvent()
 }
 
 // keepsEventStream reports whether an event stream is still one after the server's
@@ -149,24 +213,6 @@ func keepsEventStream(m *extprocpb.HeaderMutation) bool {
 		}
 	}
 	return true
-}
-
-// tail is the last four bytes of a body, the latest in the lowest byte, with a bit
-// above them once there are any.
-type tail uint64
-
-func (t tail) after(p []byte) tail {
-	for _, c := range p[max(0, len(p)-4):] {
-		t = (t<<8|tail(c))&0xffffffff | 1<<32
-	}
-	return t
-}
-
-// endsEvent reports whether an event may follow: nothing was sent, or an empty line
-// was, in one of the spellings that the parsers of SSE clients split at.
-func (t tail) endsEvent() bool {
-	const lflf, crcr, crlfcrlf = '\n'<<8 | '\n', '\r'<<8 | '\r', '\r'<<24 | '\n'<<16 | '\r'<<8 | '\n'
-	return t == 0 || t&0xffff == lflf || t&0xffff == crcr || t&0xffffffff == crlfcrlf
 }
 
 // endsResponse reports whether req is the last that the upstream's response causes.

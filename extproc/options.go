@@ -14,12 +14,13 @@ import (
 type Option func(*options)
 
 type options struct {
-	tracker  Tracker
-	classify func(context.Context, *extprocpb.ProcessingRequest) (abort.Request, bool)
-	registry *abort.Registry
-	response func(*abort.Error, []abort.Request) *extprocpb.ImmediateResponse
-	event    ErrorEvent
-	observe  func(Event)
+	tracker   Tracker
+	classify  func(context.Context, *extprocpb.ProcessingRequest) (abort.Request, bool)
+	registry  *abort.Registry
+	response  func(*abort.Error, []abort.Request) *extprocpb.ImmediateResponse
+	event     ErrorEvent
+	keepalive bool
+	observe   func(Event)
 }
 
 func newOptions(opts []Option) *options {
@@ -85,26 +86,62 @@ func WithResponse(f func(*abort.Error, []abort.Request) *extprocpb.ImmediateResp
 }
 
 // An ErrorEvent is what the client of an SSE stream gets before its connection is
-// reset, so that it can tell an eviction from a broken connection. It is sent where
-// Envoy lets a server speak unasked, in FULL_DUPLEX_STREAMED, if response headers
-// and a part of the body have passed, the content type is text/event-stream without
-// content-length or content-encoding, the request is not gRPC, and what was
-// forwarded so far ends with an empty line. In doubt there is no event.
+// reset, so that it can tell an eviction from a broken connection. It is sent if the
+// content type that the client got is text/event-stream without content-length or
+// content-encoding, the request is not gRPC, what was forwarded so far ends with an
+// empty line, and Envoy lets the server speak:
+//
+//   - in FULL_DUPLEX_STREAMED unasked, once a part of the body has passed;
+//   - in STREAMED in place of the oldest chunk that the server has not replied to,
+//     except the last.
+//
+// In doubt there is no event.
 type ErrorEvent struct {
 	// Event returns the event's bytes, with the empty line that ends it, or nothing
 	// for no event. It runs where WithResponse's function does; if it panics there is
 	// no event. Nil means an OpenAI-style error object, which the OpenAI clients raise
 	// as an API error with its message, type and code.
 	Event func(*abort.Error, []abort.Request) []byte
+
+	// Wait is how long the answer to an abort waits in STREAMED for the next chunk if
+	// the server owes no reply: a server that answers at once does so at most times.
+	// The price is that the upstream is reset that much later, a token's time mostly.
+	Wait time.Duration
+
+	// CleanEnd, in FULL_DUPLEX_STREAMED, has the event end the client's response
+	// normally instead of a reset; the upstream is reset all the same. The price is
+	// that Envoy's access log shows a normal 200; what happened is in the dynamic
+	// metadata (%DYNAMIC_METADATA(extevict:evicted)%), if the filter's
+	// metadata_options.receiving_namespaces.untyped has [MetadataNamespace].
+	CleanEnd bool
 }
+
+// MetadataNamespace is where a CleanEnd leaves the reason of the eviction, as "evicted".
+const MetadataNamespace = "extevict"
 
 // WithErrorEvent sets the error event. The zero ErrorEvent is the default.
 func WithErrorEvent(e ErrorEvent) Option {
+	if e.Wait < 0 {
+		panic("extproc: WithErrorEvent: negative Wait")
+	}
 	if e.Event == nil {
 		e.Event = errorEvent
 	}
 	return func(o *options) { o.event = e }
 }
+
+// WithKeepalive keeps the streams of a request-only server evictable in every phase
+// without a change to Envoy's processing mode; the filter needs allow_mode_override:
+// true. Since 1.37 Envoy ends a stream once no later phase is processed. So the reply to
+// the request's headers is sent with a mode_override that asks for response trailers,
+// which few responses have, and which Wrap answers itself: the server sees no message
+// that it would not have seen.
+//
+// It does nothing if the response's body mode is not NONE, since every other mode keeps
+// the stream open; if the request's is FULL_DUPLEX_STREAMED, for which Envoy has no
+// overrides; and if the server sets an override of its own. The line
+// response_trailer_mode: SEND in Envoy's configuration does the same without it.
+func WithKeepalive() Option { return func(o *options) { o.keepalive = true } }
 
 // WithObserver has f called with one [Event] for each request, when it has settled
 // and the stream is over. f runs without locks, mostly on the stream's own goroutine,
@@ -119,11 +156,13 @@ func WithObserver(f func(Event)) Option {
 
 // An Event tells how a request ended.
 type Event struct {
-	Handle  *abort.Handle
-	Outcome abort.Outcome
-	Phase   abort.Phase // when the outcome was decided
-	Answer  Answer      // what the proxy was sent because of an abort
-	Err     error       // why the answer could not be sent, or why a custom one was not used
+	Handle   *abort.Handle
+	Outcome  abort.Outcome
+	Phase    abort.Phase // when the outcome was decided
+	Answer   Answer      // what the proxy was sent because of an abort
+	Effect   Effect      // what is known to have come of it
+	Obstacle Obstacle    // why the request could not be evicted, or no longer
+	Err      error       // why the answer could not be sent, or why a custom one was not used
 
 	Settled  time.Time // when the outcome was decided
 	Answered time.Time // when the answer had been handed to grpc; zero if it was not
@@ -139,6 +178,7 @@ const (
 	AnswerStatus                // an ImmediateResponse; the client gets its status, headers and body
 	AnswerReset                 // an ImmediateResponse; response headers are out, so the client is reset
 	AnswerEvent                 // an error event, then an ImmediateResponse: the client is reset behind the event
+	AnswerEnd                   // an error event that ends the response (CleanEnd)
 	AnswerUnknown               // an ImmediateResponse in an unknown phase: status or reset
 )
 
@@ -153,8 +193,58 @@ func (a Answer) String() string {
 		return "reset"
 	case AnswerEvent:
 		return "event"
+	case AnswerEnd:
+		return "end"
 	case AnswerUnknown:
 		return "unknown"
+	}
+	return "invalid"
+}
+
+// An Effect is what is known to have come of an abort's answer. None of them says that
+// the engine has freed anything.
+type Effect uint8
+
+const (
+	EffectNone        Effect = iota // there was no abort
+	EffectEnded                     // the proxy has hung up because of it: in Envoy's case after resetting the upstream
+	EffectUnconfirmed               // it was not sent, something else ended the stream first, or the proxy has not hung up within a second
+)
+
+// String returns the effect's name in lower case.
+func (e Effect) String() string {
+	switch e {
+	case EffectNone:
+		return "none"
+	case EffectEnded:
+		return "ended"
+	case EffectUnconfirmed:
+		return "unconfirmed"
+	}
+	return "invalid"
+}
+
+// An Obstacle is why a request could not be evicted, or no longer, as far as its stream
+// shows it. A proxy with disable_immediate_response shows nothing: it hangs up on an
+// answer like any other, and the request gets a 500 or, where the filter fails open, runs on.
+type Obstacle uint8
+
+const (
+	ObstacleNone          Obstacle = iota
+	ObstacleObservability          // the filter has observability_mode: Envoy does not listen
+	ObstacleEarlyEnd               // Envoy ended the stream while the request ran on, since no later phase is processed
+)
+
+// String says what the obstacle is and which line of Envoy's configuration mends it; it is
+// empty for none.
+func (o Obstacle) String() string {
+	switch o {
+	case ObstacleNone:
+		return ""
+	case ObstacleObservability:
+		return "not evictable: set observability_mode: false in the ext_proc filter"
+	case ObstacleEarlyEnd:
+		return "not evictable after its stream's end: set response_trailer_mode: SEND in the ext_proc filter's processing_mode, or allow_mode_override: true with WithKeepalive"
 	}
 	return "invalid"
 }

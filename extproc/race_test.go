@@ -123,7 +123,14 @@ func TestInterleavings(t *testing.T) {
 				}
 			}
 		}
-		srv := extproc.Handler(serve, extproc.WithRegistry(&reg), extproc.WithObserver(func(e extproc.Event) { events = append(events, e) }))
+		opts := []extproc.Option{extproc.WithRegistry(&reg), extproc.WithObserver(func(e extproc.Event) { events = append(events, e) })}
+		if d.oneIn(2) {
+			opts = append(opts, extproc.WithErrorEvent(extproc.ErrorEvent{Wait: time.Duration(d.IntN(12)) * time.Microsecond}))
+		}
+		if d.oneIn(2) {
+			opts = append(opts, extproc.WithKeepalive())
+		}
+		srv := extproc.Handler(serve, opts...)
 
 		// The proxy: reads answers, and hangs up after an ImmediateResponse or not.
 		var wire []*response
@@ -199,6 +206,9 @@ func TestInterleavings(t *testing.T) {
 
 		answers, own := 0, 0
 		for i, r := range wire {
+			if isEvent(r) && (i == len(wire)-1 || wire[i+1].GetImmediateResponse() == nil) && !left {
+				t.Error("an event, and no answer behind it")
+			}
 			if im := r.GetImmediateResponse(); im != nil {
 				if im.Details == "own" {
 					own++
@@ -241,6 +251,11 @@ func TestInterleavings(t *testing.T) {
 			t.Errorf("no round ended %s: the test tests less than it says", o)
 		}
 	}
+}
+
+func isEvent(r *response) bool {
+	m := r.GetResponseBody().GetResponse().GetBodyMutation()
+	return string(m.GetBody())+string(m.GetStreamedResponse().GetBody()) == errorEvent
 }
 
 // TestAbortBeforeExact races AbortBefore(Streaming) against the reply that releases

@@ -26,8 +26,10 @@ type Stream struct {
 	ctx           context.Context
 	opts          *options
 	facts         facts       // what the messages say about the response
+	owed          owed        // the chunks that await a reply
 	ended         atomic.Bool // Process has returned
 	gone          atomic.Bool // the stream is seen to be over
+	late          atomic.Bool // a message has crossed the abort
 
 	receiving turn                              // to call processServer.Recv, or to wait for the reader; guards the next two
 	recvErr   error                             // of the Recv that failed
@@ -130,20 +132,25 @@ func (s *Stream) RecvOrAbort() (*extprocpb.ProcessingRequest, error) { return s.
 
 // receive takes the next message, into m if m is not nil and there is no reader.
 func (s *Stream) receive(m any, viaReader bool) (*extprocpb.ProcessingRequest, error) {
-	if s.isAborted() || !s.bench.take(&s.receiving, s.noReceiving) {
-		return nil, s.refusal()
+	for {
+		if s.isAborted() || !s.bench.take(&s.receiving, s.noReceiving) {
+			return nil, s.refusal()
+		}
+		req, err := s.next(m, viaReader)
+		if err != nil {
+			return nil, s.fail(err)
+		}
+		if s.isAborted() {
+			return nil, s.aborted() // the message crossed the abort
+		}
+		if s.facts.has(asked) && s.answerAsked(req) {
+			continue
+		}
+		if h := req.GetRequestHeaders(); h != nil && !req.GetObservabilityMode() {
+			s.track(req)
+		}
+		return req, nil
 	}
-	req, err := s.next(m, viaReader)
-	if err != nil {
-		return nil, s.fail(err)
-	}
-	if s.isAborted() {
-		return nil, s.aborted() // the message crossed the abort
-	}
-	if h := req.GetRequestHeaders(); h != nil && !req.GetObservabilityMode() {
-		s.track(req)
-	}
-	return req, nil
 }
 
 func (s *Stream) noReceiving() bool { return s.isAborted() || s.ended.Load() }
@@ -176,6 +183,7 @@ func (s *Stream) fail(err error) error {
 		s.letGo(err) // err is how the proxy hung up
 		return aerr
 	}
+	s.reportFailed(err)
 	return err
 }
 
@@ -202,8 +210,8 @@ func (s *Stream) next(m any, viaReader bool) (req *extprocpb.ProcessingRequest, 
 	}
 	if err != nil {
 		s.recvErr = err
-	} else if req != nil && !s.isAborted() {
-		s.received(req)
+	} else if req != nil {
+		s.book(req)
 	}
 	return req, err
 }
@@ -239,7 +247,10 @@ func (s *Stream) read(msgs chan<- *extprocpb.ProcessingRequest) {
 		}
 		select {
 		case msgs <- req:
-		case <-s.ctx.Done(): // nobody is going to want it
+		case <-s.ctx.Done():
+			if s.isAborted() {
+				msgs <- req // to answer, which takes all that comes
+			}
 		}
 	}
 }
@@ -261,7 +272,8 @@ func (s *Stream) SendMsg(m any) error {
 }
 
 func (s *Stream) send(r *extprocpb.ProcessingResponse, m any) error {
-	if endsRequest(r) {
+	ends := endsRequest(r)
+	if ends {
 		s.own.Settle(abort.Closed) // before the turn: hooks may send too
 	}
 	if !s.bench.take(&s.sending, s.isAborted) {
@@ -276,7 +288,15 @@ func (s *Stream) send(r *extprocpb.ProcessingResponse, m any) error {
 	if s.ended.Load() {
 		return errCanceled
 	}
-	if !s.reply(r) {
+	if s.keepsAlive(r) {
+		r = askForTrailers(r, s.facts.requestMode())
+		if m != nil {
+			m = r
+		}
+	}
+	if ends {
+		s.facts.set(ownEnd)
+	} else if !s.reply(r) {
 		return nil
 	}
 	if m != nil {

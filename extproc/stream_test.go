@@ -6,6 +6,7 @@ import (
 	"io"
 	"runtime"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -460,6 +461,7 @@ func TestConcurrentUse(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var wg sync.WaitGroup
 		release := make(chan struct{})
+		var events atomic.Int32
 		st, wait := start(extproc.Wrap(serverFunc(func(s process) error {
 			for range 5 {
 				wg.Go(func() {
@@ -480,7 +482,7 @@ func TestConcurrentUse(t *testing.T) {
 			}
 			time.Sleep(time.Second)
 			return nil
-		})), 0)
+		}), extproc.WithObserver(func(extproc.Event) { events.Add(1) })), 0)
 		for range 100 {
 			go func() { <-st.Replies() }()
 			st.Push(responseBody("data: x\n\n", false))
@@ -490,6 +492,9 @@ func TestConcurrentUse(t *testing.T) {
 		}
 		close(release)
 		wg.Wait()
+		if n := events.Load(); n != 1 {
+			t.Errorf("%d events", n)
+		}
 	})
 }
 

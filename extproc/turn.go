@@ -30,9 +30,10 @@ type bench struct {
 // giveUp is true before that. giveUp is called with the bench's lock held, first and
 // after each wake.
 func (b *bench) take(t *turn, giveUp func() bool) bool {
-	if t.state.CompareAndSwap(free, taken) {
-		return true
-	}
+	return t.state.CompareAndSwap(free, taken) || b.wait(t, giveUp)
+}
+
+func (b *bench) wait(t *turn, giveUp func() bool) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	for !giveUp() {
