@@ -27,8 +27,8 @@ var rounds = flag.Int("rounds", 2000, "rounds of each randomised test")
 func together(fs ...func()) {
 	var ready atomic.Int32
 	var wg sync.WaitGroup
-	for _, f := range fs {
-		pause := rand.IntN(50)
+	for _, i := range rand.Perm(len(fs)) {
+		f, pause := fs[i], rand.IntN(50)
 		wg.Go(func() {
 			for ready.Add(1); int(ready.Load()) < len(fs); {
 				runtime.Gosched()

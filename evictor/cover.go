@@ -55,6 +55,7 @@ func cover(cs []candidate, tokens int64, n int) (chosen, rest []candidate) {
 	if n > 0 && count > n {
 		return nil, cs
 	}
+	chosen, rest = make([]candidate, 0, count), make([]candidate, 0, len(cs)-count)
 	for i, c := range cs {
 		if take[i] {
 			chosen = append(chosen, c)

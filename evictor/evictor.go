@@ -107,8 +107,9 @@ func New(opts ...Option) *Evictor {
 //
 // Again for the same request, it replaces what was said and counts as a new
 // dispatch; with no Requests, the request holds nothing and is no candidate until
-// the next call. Tracking ends by itself when the request's handle settles. Without a
-// handle in ctx (see [abort.FromContext]) TrackRequests does nothing.
+// the next call. It does not stop an eviction that has chosen the request. Tracking
+// ends by itself when the request's handle settles. Without a handle in ctx (see
+// [abort.FromContext]) TrackRequests does nothing.
 func (v *Evictor) TrackRequests(ctx context.Context, reqs ...abort.Request) {
 	h := abort.FromContext(ctx)
 	if h == nil {
@@ -139,10 +140,11 @@ func (v *Evictor) TrackRequests(ctx context.Context, reqs ...abort.Request) {
 // waiting for effects: see [abort.Handle.Done] for the end of the stream.
 //
 // A request whose Aborter fails is spared and tracked further, and the next one is
-// tried; Evict returns the Aborters' errors joined. A request that has ended, or whose
-// client has left, is never a victim. If ctx is done, Evict evicts nobody else and its
-// error has the context's cause; an Aborter that still runs then decides about its
-// request alone when it returns.
+// tried; Evict returns the Aborters' errors joined, and panics of Aborters and of hooks
+// as errors among them. A request that has ended, or whose client has left, is never a
+// victim. If ctx is done, Evict evicts nobody else and its error has the context's
+// cause; an Aborter that still runs then decides about its request alone when it
+// returns.
 func (v *Evictor) Evict(ctx context.Context, d Demand) ([]*abort.Handle, error) {
 	if d.N <= 0 && d.Tokens <= 0 {
 		return nil, nil

@@ -57,7 +57,7 @@ func TestFlatMemory(t *testing.T) {
 // Invariant 3: after a flood an Evictor gives back what it took, also for the tables of
 // endpoints and priorities.
 func TestGivesBack(t *testing.T) {
-	n := min(max(*rounds*3, 6_000), 50_000)
+	n := min(max(*rounds*3, 6_000), 10_000)
 	for _, tc := range []struct {
 		name string
 		reqs func(i int) []abort.Request

@@ -41,8 +41,8 @@
 //
 // A client that has no response headers yet gets the whole answer, status and all, in
 // every mode. Later its stream is reset (NONE), or gets a last event from the server
-// and is reset (STREAMED), or gets the event and ends cleanly (FULL_DUPLEX_STREAMED,
-// which needs response_trailer_mode: SEND). BUFFERED withholds the response until it is
+// and is reset (STREAMED, if the server owes a reply, and FULL_DUPLEX_STREAMED, which
+// needs response_trailer_mode: SEND and can end the stream with the event). BUFFERED withholds the response until it is
 // complete: it doesn't stream, and the client gets the answer until then.
 //
 //	message_timeout: 10s
