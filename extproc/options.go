@@ -119,7 +119,8 @@ type ErrorEvent struct {
 // MetadataNamespace is where a CleanEnd leaves the reason of the eviction, as "evicted".
 const MetadataNamespace = "extevict"
 
-// WithErrorEvent sets the error event. The zero ErrorEvent is the default.
+// WithErrorEvent sets the error event. Without the option it is that of the zero
+// ErrorEvent; to send none, have Event return nothing. It panics if Wait is negative.
 func WithErrorEvent(e ErrorEvent) Option {
 	if e.Wait < 0 {
 		panic("extproc: WithErrorEvent: negative Wait")
