@@ -12,7 +12,7 @@ import (
 	"github.com/extevict/extevict/evictor"
 )
 
-// An engine is told of an abort, and asks the test what to say.
+// An engineAPI is told of an abort, and asks the test what to say.
 type engineAPI struct {
 	asked  chan *abort.Handle
 	answer chan error
@@ -39,8 +39,13 @@ func TestAborter(t *testing.T) {
 			victims, err := w.evict(c)
 			got <- result{victims, err}
 		}()
-		if h := <-a.asked; h != c.handle {
-			t.Error("the Aborter was asked for another request")
+		select {
+		case h := <-a.asked:
+			if h != c.handle {
+				t.Error("the Aborter was asked for another request")
+			}
+		case r := <-got:
+			t.Fatalf("the Aborter was not asked: %+v", r)
 		}
 		if c.isSet(done) || c.isSet(backendDone) || c.handle.Outcome() != abort.Pending {
 			t.Errorf("before the Aborter has returned the request is %v", c.handle.Outcome())
@@ -59,10 +64,10 @@ func TestAborter(t *testing.T) {
 
 				r := during(t, c, failed)
 				if d := cmp.Diff(result{nil, failed}, r, cmp.AllowUnexported(result{}), cmpopts.EquateErrors(), cmpopts.EquateEmpty()); d != "" {
-					t.Errorf("with an Aborter that fails (-want +got):\n%s", d)
+					t.Fatalf("with an Aborter that fails (-want +got):\n%s", d)
 				}
 				if w.ev.Len() != 1 || c.handle.Outcome() != abort.Pending {
-					t.Errorf("tracked %d, %v", w.ev.Len(), c.handle.Outcome())
+					t.Fatalf("tracked %d, %v", w.ev.Len(), c.handle.Outcome())
 				}
 				if then == "finishes" {
 					close(c.resume)

@@ -2,8 +2,6 @@ package e2e_test
 
 import (
 	"testing"
-
-	"github.com/google/go-cmp/cmp"
 )
 
 // TestAdoptions holds the other ways to take the library in against the same matrix.
@@ -57,9 +55,5 @@ func TestBusyServer(t *testing.T) {
 			}
 		}
 	}
-	for name, g := range got {
-		if d := cmp.Diff(table(want), g); d != "" {
-			t.Errorf("%s (-want +got):\n%s", name, d)
-		}
-	}
+	compareRows(t, want, got)
 }

@@ -6,9 +6,11 @@ import (
 	"maps"
 	"net/http"
 	"testing"
+	"time"
 
 	"github.com/extevict/extevict/abort"
 	"github.com/extevict/extevict/extproc"
+	"github.com/extevict/extevict/internal/envoy"
 )
 
 // TestErrorEvent is FULL_DUPLEX_STREAMED with various responses: an error event ends
@@ -85,8 +87,103 @@ func (w *world) checkEvent(t *testing.T, p *path, header http.Header, sent, even
 	if c.event.Answer != want || c.event.Err != nil {
 		t.Errorf("%s: answer %v, %v; want %v", p.name, c.event.Answer, c.event.Err, want)
 	}
-	if l, err := w.line(c); l != (line{c.uri, 200, "evicted_preempted"}) {
+	if l, err := w.line(c); l != (line{c.uri, 200, "evicted_preempted", ""}) {
 		t.Errorf("%s: access log %+v, %v", p.name, l, err)
+	}
+}
+
+// TestCleanEnd ends an event stream with the error event, as if it were complete. The
+// access log has a normal end, but for the dynamic metadata.
+func TestCleanEnd(t *testing.T) {
+	w := start(t, setup{
+		mode:   duplex,
+		filter: envoy.ExtProc{ReceivingNamespaces: []string{extproc.MetadataNamespace}},
+		opts:   []extproc.Option{extproc.WithErrorEvent(extproc.ErrorEvent{CleanEnd: true})},
+	})
+	for _, p := range w.paths {
+		c, victims, err := w.evictIn(p, phase{"", "", "", begins, when(hasEnough)})
+		if err != nil || victims != 1 {
+			t.Fatalf("%s: %d victims, %v", p.name, victims, err)
+		}
+		got := row(c.client(), c.upstream(), c.event.Answer, c.event.Effect, ending(c.ended))
+		if want := "3-events,error,complete cancelled end ended abort"; got != want {
+			t.Errorf("%s: %s, want %s", p.name, got, want)
+		}
+		if want := (line{c.uri, 200, "via_upstream", "preempted"}); c.logged != want {
+			t.Errorf("%s: access log %+v, want %+v", p.name, c.logged, want)
+		}
+	}
+}
+
+// TestStreamedEvent is the error event in STREAMED: it takes the place of a chunk that
+// the ext_proc server has not replied to, or of the next that comes in time.
+func TestStreamedEvent(t *testing.T) {
+	// talks sends what it is told, and something more when the call is resumed.
+	talks := func(sent string) backend {
+		return func(c *call, rw http.ResponseWriter, r *http.Request) error {
+			if err := stream(rw, r, sent); err != nil {
+				return err
+			}
+			select {
+			case <-c.resume:
+			case <-r.Context().Done():
+				return context.Cause(r.Context())
+			}
+			if err := write(rw, event(9)); err != nil {
+				return err
+			}
+			<-r.Context().Done()
+			return context.Cause(r.Context())
+		}
+	}
+	const soon, never = 50 * time.Millisecond, time.Hour
+	for _, x := range []struct {
+		name   string
+		wait   time.Duration
+		sent   string
+		hold   mark
+		more   bool // while the answer waits
+		body   string
+		answer extproc.Answer
+	}{
+		{"owed", 0, event(0), responseBody, false, errorEvent, extproc.AnswerEvent},
+		{"owed nothing", 0, event(0), "", false, event(0), extproc.AnswerReset},
+		{"next", never, event(0), "", true, event(0) + errorEvent, extproc.AnswerEvent},
+		{"nothing in time", soon, event(0), "", false, event(0), extproc.AnswerReset},
+		{"inside an event", never, "data: tok", "", false, "data: tok", extproc.AnswerReset},
+	} {
+		t.Run(x.name, func(t *testing.T) {
+			for _, adopt := range []adoption{wrapped, ownLoop} {
+				w := start(t, setup{mode: streamed, adopt: adopt, opts: []extproc.Option{extproc.WithErrorEvent(extproc.ErrorEvent{Wait: x.wait})}})
+				for _, p := range w.paths {
+					c := newCall(p, talks(x.sent))
+					c.hold, c.enough = x.hold, len(x.sent)
+					w.start(t.Context(), c)
+					if x.hold != "" {
+						c.must(t, holding)
+					} else {
+						c.must(t, hasEnough)
+					}
+					if vs, err := w.evict(c); err != nil || len(vs) != 1 {
+						t.Fatalf("%s: evicted %v, %v", p.name, vs, err)
+					}
+					if x.more {
+						close(c.resume)
+					}
+					c.must(t, done, backendDone)
+					if !x.more {
+						close(c.resume)
+					}
+					c.must(t, observed)
+					if c.reply.body != x.body || !p.reset(c.reply.err) || c.event.Answer != x.answer || c.event.Effect != extproc.EffectEnded || c.event.Err != nil {
+						t.Errorf("%s: the client got %q, %v, event %+v; want %q, a reset and %v", p.name, c.reply.body, c.reply.err, c.event, x.body, x.answer)
+					}
+					if took := c.event.Answered.Sub(c.event.Settled); x.wait == soon && took < soon {
+						t.Errorf("%s: answered after %v, want %v", p.name, took, soon)
+					}
+				}
+			}
+		})
 	}
 }
 
@@ -108,7 +205,7 @@ func TestGRPC(t *testing.T) {
 				r.header.Get("Grpc-Status") != "8" || r.header.Get("Grpc-Message") != errorObject || r.header.Get("X-Evicted-Reason") != "preempted" || r.body != "" {
 				t.Errorf("the client got %+v", r)
 			}
-			if l, err := w.line(c); l != (line{c.uri, 200, "evicted_preempted"}) {
+			if l, err := w.line(c); l != (line{c.uri, 200, "evicted_preempted", ""}) {
 				t.Errorf("access log %+v, %v", l, err)
 			}
 

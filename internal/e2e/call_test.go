@@ -326,12 +326,17 @@ func stream(w http.ResponseWriter, r *http.Request, parts ...string) error {
 		w.Header().Set("Content-Type", "text/event-stream")
 	}
 	for _, p := range parts {
-		if _, err := io.WriteString(w, p); err != nil {
-			return err
-		}
-		if err := http.NewResponseController(w).Flush(); err != nil {
+		if err := write(w, p); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+// write writes one chunk.
+func write(w http.ResponseWriter, p string) error {
+	if _, err := io.WriteString(w, p); err != nil {
+		return err
+	}
+	return http.NewResponseController(w).Flush()
 }

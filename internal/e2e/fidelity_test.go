@@ -10,7 +10,6 @@ import (
 
 	extprocpb "github.com/envoyproxy/go-control-plane/envoy/service/ext_proc/v3"
 	typepb "github.com/envoyproxy/go-control-plane/envoy/type/v3"
-	"github.com/google/go-cmp/cmp"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
@@ -96,14 +95,53 @@ func TestConversation(t *testing.T) {
 	compareRows(t, want, got)
 }
 
-// compareRows holds each path's rows against a table.
-func compareRows(t *testing.T, want string, got map[string][]string) {
-	t.Helper()
-	for name, g := range got {
-		if d := cmp.Diff(table(want), g); d != "" {
-			t.Errorf("%s (-want +got):\n%s", name, d)
+// TestKeepalive has the library keep the streams of a request-only server: the server
+// sees nothing that it would not see without, and the client gets what it would. What
+// that does for evictions is in TestConfigurations.
+func TestKeepalive(t *testing.T) {
+	// Whether the response has trailers, outcome with the library's trailers, what the server sees.
+	const want = `
+		headers           false  closed     h
+		headers           true   completed  h
+		body              false  closed     hb.
+		body              true   completed  hb.
+		response-headers  false  closed     hH
+		response-headers  true   completed  hH
+	`
+	got := make(map[string][]string) // rows by path
+	for _, x := range []struct {
+		name string
+		mode mode
+	}{
+		{"headers", mode{ResponseHeaders: envoy.Skip}},
+		{"body", mode{ResponseHeaders: envoy.Skip, RequestBody: envoy.Streamed}},
+		{"response-headers", mode{}},
+	} {
+		plain := start(t, setup{mode: x.mode})
+		kept := start(t, setup{mode: x.mode, filter: envoy.ExtProc{AllowModeOverride: true}, opts: []extproc.Option{extproc.WithKeepalive()}})
+		for _, trailer := range []bool{false, true} {
+			for i := range plain.paths {
+				var seen []string
+				for _, w := range []*world{plain, kept} {
+					c := newCall(w.paths[i], finishes)
+					c.trailer = trailer
+					w.start(t.Context(), c)
+					c.must(t, done, hungUp, observed)
+					if got := c.client(); got != "whole" {
+						t.Errorf("%s: client got %s", c.path.name, got)
+					}
+					seen = append(seen, conversation(c.seen))
+					if w == kept {
+						got[c.path.name] = append(got[c.path.name], row(x.name, trailer, c.event.Outcome, seen[1]))
+					}
+				}
+				if seen[0] != seen[1] {
+					t.Errorf("%s: the server sees %s, and %s without", plain.paths[i].name, seen[1], seen[0])
+				}
+			}
 		}
 	}
+	compareRows(t, want, got)
 }
 
 // outside says in words what the client got and what is in the access log.
@@ -173,7 +211,13 @@ func TestServerEnds(t *testing.T) {
 			}{
 				{"nil", func(process) error { return nil }},
 				{"error", func(process) error { return status.Error(codes.Unavailable, "no endpoints") }},
-				{"answer", func(st process) error { return st.Send(answer) }},
+				{"answer", func(st process) error {
+					err := st.Send(answer)
+					if abort.FromContext(st.Context()).Abort(abort.Canceled) {
+						t.Error("aborted behind the server's own answer")
+					}
+					return err
+				}},
 			} {
 				for _, at := range []mark{requestHeaders, responseHeaders, responseBody} {
 					if at == responseBody && m == none || at != requestHeaders && m == duplex && x.name == "nil" {
@@ -221,44 +265,59 @@ func TestServerEnds(t *testing.T) {
 // TestConfigurations evicts where Envoy is configured so that it has another effect,
 // or none.
 func TestConfigurations(t *testing.T) {
-	// Victims, what the client gets, what is in the access log, the answer.
+	// Victims, what the client gets, what is in the access log, answer, effect, obstacle.
 	const want = `
-		response-side-off   waiting   0  whole           200_via_upstream       none
-		response-side-off   mid-body  0  whole           200_via_upstream       none
-		no-trailers         waiting   1  429             429_evicted_preempted  unknown
-		no-trailers         mid-body  0  whole           200_via_upstream       none
-		disabled            waiting   1  500:            500_unhandled_immediate_response_due_to_config_disabled_it  status
-		disabled            mid-body  1  3-events,reset  200_unhandled_immediate_response_due_to_config_disabled_it  reset
-		disabled,fail-open  waiting   1  whole           200_via_upstream       status
-		disabled,fail-open  mid-body  1  whole           200_via_upstream       reset
-		fail-open           waiting   1  429             429_evicted_preempted  status
-		fail-open           mid-body  1  3-events,reset  200_evicted_preempted  reset
-		observability       waiting   0  whole           200_via_upstream       none
+		response-side-off              waiting   0  whole           200_via_upstream        none     none   early
+		response-side-off              mid-body  0  whole           200_via_upstream        none     none   early
+		response-side-off,keepalive    waiting   1  429             429_evicted_preempted   unknown  ended  no
+		response-side-off,keepalive    mid-body  1  3-events,reset  200_evicted_preempted   unknown  ended  no
+		response-side-off,no-override  waiting   0  whole           200_via_upstream        none     none   early
+		response-side-off,no-override  mid-body  0  whole           200_via_upstream        none     none   early
+		no-trailers                    waiting   1  429             429_evicted_preempted   unknown  ended  no
+		no-trailers                    mid-body  0  whole           200_via_upstream        none     none   early
+		no-trailers,keepalive          waiting   1  429             429_evicted_preempted   unknown  ended  no
+		no-trailers,keepalive          mid-body  1  3-events,reset  200_evicted_preempted   reset    ended  no
+		disabled                       waiting   1  500:            500_unhandled_immediate_response_due_to_config_disabled_it  status   ended  no
+		disabled                       mid-body  1  3-events,reset  200_unhandled_immediate_response_due_to_config_disabled_it  reset    ended  no
+		disabled,fail-open             waiting   1  whole           200_via_upstream        status   ended  no
+		disabled,fail-open             mid-body  1  whole           200_via_upstream        reset    ended  no
+		fail-open                      waiting   1  429             429_evicted_preempted   status   ended  no
+		fail-open                      mid-body  1  3-events,reset  200_evicted_preempted   reset    ended  no
+		observability                  waiting   0  whole           200_via_upstream        none     none   observability
 	`
+	off, both := mode{ResponseHeaders: envoy.Skip}, []string{"waiting", "mid-body"}
+	keepalive := []extproc.Option{extproc.WithKeepalive()}
+	obstacles := map[extproc.Obstacle]string{extproc.ObstacleNone: "no", extproc.ObstacleObservability: "observability", extproc.ObstacleEarlyEnd: "early"}
 	got := make(map[string][]string) // rows by path
 	for _, x := range []struct {
 		name   string
 		mode   mode
 		filter envoy.ExtProc
+		opts   []extproc.Option
 		closes []string // the phases at which Envoy has closed the stream
 		runsOn bool     // the request, when it was evicted
 	}{
-		{name: "response-side-off", mode: mode{ResponseHeaders: envoy.Skip}, closes: []string{"waiting", "mid-body"}},
-		{name: "no-trailers", closes: []string{"mid-body"}},
+		{name: "response-side-off", mode: off, closes: both},
+		{name: "response-side-off,keepalive", mode: off, filter: envoy.ExtProc{AllowModeOverride: true}, opts: keepalive},
+		{name: "response-side-off,no-override", mode: off, opts: keepalive, closes: both},
+		{name: "no-trailers", closes: both[1:]},
+		{name: "no-trailers,keepalive", filter: envoy.ExtProc{AllowModeOverride: true}, opts: keepalive},
 		{name: "disabled", mode: streamed, filter: envoy.ExtProc{DisableImmediateResponse: true}},
 		{name: "disabled,fail-open", mode: streamed, filter: envoy.ExtProc{DisableImmediateResponse: true, FailureModeAllow: true}, runsOn: true},
 		{name: "fail-open", mode: streamed, filter: envoy.ExtProc{FailureModeAllow: true}},
 		{name: "observability", mode: streamed, filter: envoy.ExtProc{ObservabilityMode: true}},
 	} {
-		w := start(t, setup{mode: x.mode, filter: x.filter, wrong: true})
+		w := start(t, setup{mode: x.mode, filter: x.filter, opts: x.opts, wrong: true})
 		for _, ph := range []phase{
 			{"waiting", "", "", comesLate, when(wrote)},
 			{"mid-body", "", "", resumes, when(hasEnough)},
 		} {
+			if x.filter.ObservabilityMode && ph.name == "mid-body" {
+				continue // Envoy keeps each stream for five seconds
+			}
+			var calls []*call
+			var victims []int
 			for _, p := range w.paths {
-				if x.filter.ObservabilityMode && ph.name == "mid-body" {
-					continue // Envoy keeps each stream for five seconds
-				}
 				c := newCall(p, ph.backend)
 				c.enough = len(events(3))
 				w.start(t.Context(), c)
@@ -270,23 +329,25 @@ func TestConfigurations(t *testing.T) {
 				if err != nil {
 					t.Error(err)
 				}
+				if x.runsOn {
+					c.must(t, hungUp) // before there is more that the answer could find
+				}
 				if len(vs) == 0 || x.runsOn {
 					close(c.resume)
 				}
-				c.must(t, done)
+				calls, victims = append(calls, c), append(victims, len(vs))
+			}
+			for i, c := range calls {
+				c.must(t, done, observed)
 				outcome := abort.Closed
-				if len(vs) > 0 {
+				if victims[i] > 0 {
 					outcome = abort.Aborted
 				}
-				if got := c.handle.Outcome(); got != outcome {
-					t.Errorf("%s, %s, %s: %v, want %v", p.name, x.name, ph.name, got, outcome)
+				e := c.event
+				if e.Outcome != outcome {
+					t.Errorf("%s, %s, %s: %v, want %v", c.path.name, x.name, ph.name, e.Outcome, outcome)
 				}
-				var answer extproc.Answer
-				if len(vs) > 0 {
-					c.must(t, observed)
-					answer = c.event.Answer
-				}
-				got[p.name] = append(got[p.name], row(x.name, ph.name, len(vs), w.outside(c), answer))
+				got[c.path.name] = append(got[c.path.name], row(x.name, ph.name, victims[i], w.outside(c), e.Answer, e.Effect, obstacles[e.Obstacle]))
 			}
 		}
 	}

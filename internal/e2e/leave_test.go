@@ -6,8 +6,6 @@ import (
 	"io"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
-
 	"github.com/extevict/extevict/abort"
 )
 
@@ -67,11 +65,7 @@ func TestClientLeaves(t *testing.T) {
 			}
 		}
 	}
-	for name, g := range got {
-		if d := cmp.Diff(table(want), g); d != "" {
-			t.Errorf("%s (-want +got):\n%s", name, d)
-		}
-	}
+	compareRows(t, want, got)
 }
 
 // TestUnseenEnd is the end of a response that no message tells the ext_proc server
@@ -115,11 +109,7 @@ func TestUnseenEnd(t *testing.T) {
 			}
 		}
 	}
-	for name, g := range got {
-		if d := cmp.Diff(table(want), g); d != "" {
-			t.Errorf("%s (-want +got):\n%s", name, d)
-		}
-	}
+	compareRows(t, want, got)
 }
 
 // TestWholeResponse evicts behind the reply to the response headers, when the whole
@@ -164,9 +154,35 @@ func TestWholeResponse(t *testing.T) {
 			}
 		}
 	}
-	for name, g := range got {
-		if d := cmp.Diff(table(want), g); d != "" {
-			t.Errorf("%s (-want +got):\n%s", name, d)
+	compareRows(t, want, got)
+}
+
+// TestTooLate is the same where Envoy asks for nothing behind the response headers: it
+// has ended the request when it reads the answer. Whether the abort won nobody can
+// tell: Envoy ends the stream as it does after an answer that it has heeded.
+func TestTooLate(t *testing.T) {
+	w := start(t, setup{mode: none})
+	for _, p := range w.paths {
+		c := newCall(p, finishes)
+		c.hold, c.busy = responseHeaders, responseHeaders
+		w.start(t.Context(), c)
+		c.must(t, holding)
+		if err := p.passed(c); err != nil {
+			t.Fatalf("%s: %v", p.name, err)
+		}
+		close(c.resume)
+		c.must(t, isBusy)
+		vs, err := w.evict(c)
+		if err != nil {
+			t.Errorf("%s: %v", p.name, err)
+		}
+		close(c.look)
+		c.must(t, done, observed)
+		if l, err := w.line(c); c.client() != "whole" || l.Details != "via_upstream" {
+			t.Errorf("%s: the client got %s, access log %+v, %v", p.name, c.client(), l, err)
+		}
+		if want := len(vs) > 0; (c.event.Outcome == abort.Aborted) != want {
+			t.Errorf("%s: %v, victims %v", p.name, c.event.Outcome, vs)
 		}
 	}
 }

@@ -26,41 +26,41 @@ import (
 //     events, perhaps an error event, and a reset; or the whole response
 //   - whether the backend was called, and how it ended
 //   - status and details in the access log
-//   - outcome, phase and answer as the observer is told
+//   - outcome, phase, answer and effect as the observer is told
 //   - how many victims Evict returned
 //   - what the ext_proc server's next Recv returned: the abort, EOF or Canceled
 //
 // In NONE the end of a response shows only in trailers, so these responses have some.
 const matrix = `
-	phase                  mode                  client                backend    log                    outcome    phase      answer   victims  recv
-	request-headers-held   NONE                  429                   uncalled   429_evicted_preempted  aborted    waiting    status   1        abort
-	request-headers-held   STREAMED              429                   uncalled   429_evicted_preempted  aborted    waiting    status   1        abort
-	request-headers-held   BUFFERED              429                   uncalled   429_evicted_preempted  aborted    waiting    status   1        abort
-	request-headers-held   FULL_DUPLEX_STREAMED  429                   uncalled   429_evicted_preempted  aborted    waiting    status   1        abort
-	upload                 NONE                  429,closes            cancelled  429_evicted_preempted  aborted    unknown    unknown  1        abort
-	upload                 STREAMED              429,closes            cancelled  429_evicted_preempted  aborted    waiting    status   1        abort
-	upload                 BUFFERED              429,closes            uncalled   429_evicted_preempted  aborted    waiting    status   1        abort
-	upload                 FULL_DUPLEX_STREAMED  429,closes            cancelled  429_evicted_preempted  aborted    waiting    status   1        abort
-	waiting                NONE                  429                   cancelled  429_evicted_preempted  aborted    unknown    unknown  1        abort
-	waiting                STREAMED              429                   cancelled  429_evicted_preempted  aborted    waiting    status   1        abort
-	waiting                BUFFERED              429                   cancelled  429_evicted_preempted  aborted    waiting    status   1        abort
-	waiting                FULL_DUPLEX_STREAMED  429                   cancelled  429_evicted_preempted  aborted    waiting    status   1        abort
-	response-headers-held  NONE                  429                   cancelled  429_evicted_preempted  aborted    held       status   1        abort
-	response-headers-held  STREAMED              429                   cancelled  429_evicted_preempted  aborted    held       status   1        abort
-	response-headers-held  BUFFERED              429                   cancelled  429_evicted_preempted  aborted    held       status   1        abort
-	response-headers-held  FULL_DUPLEX_STREAMED  429                   cancelled  429_evicted_preempted  aborted    held       status   1        abort
-	mid-body               NONE                  3-events,reset        cancelled  200_evicted_preempted  aborted    streaming  reset    1        abort
-	mid-body               STREAMED              3-events,reset        cancelled  200_evicted_preempted  aborted    streaming  reset    1        abort
-	mid-body               BUFFERED              429                   cancelled  429_evicted_preempted  aborted    held       status   1        abort
-	mid-body               FULL_DUPLEX_STREAMED  3-events,error,reset  cancelled  200_evicted_preempted  aborted    streaming  event    1        abort
-	end-held               NONE                  whole                 finished   200_via_upstream       completed  streaming  none     0        canceled
-	end-held               STREAMED              whole                 finished   200_via_upstream       completed  streaming  none     0        canceled
-	end-held               BUFFERED              whole                 finished   200_via_upstream       completed  held       none     0        canceled
-	end-held               FULL_DUPLEX_STREAMED  whole                 finished   200_via_upstream       completed  streaming  none     0        canceled
-	after-the-end          NONE                  whole                 finished   200_via_upstream       completed  streaming  none     0        canceled
-	after-the-end          STREAMED              whole                 finished   200_via_upstream       completed  streaming  none     0        canceled
-	after-the-end          BUFFERED              whole                 finished   200_via_upstream       completed  held       none     0        canceled
-	after-the-end          FULL_DUPLEX_STREAMED  whole                 finished   200_via_upstream       completed  streaming  none     0        canceled
+	phase                  mode                  client                backend    log                    outcome    phase      answer   effect  victims  recv
+	request-headers-held   NONE                  429                   uncalled   429_evicted_preempted  aborted    waiting    status   ended   1        abort
+	request-headers-held   STREAMED              429                   uncalled   429_evicted_preempted  aborted    waiting    status   ended   1        abort
+	request-headers-held   BUFFERED              429                   uncalled   429_evicted_preempted  aborted    waiting    status   ended   1        abort
+	request-headers-held   FULL_DUPLEX_STREAMED  429                   uncalled   429_evicted_preempted  aborted    waiting    status   ended   1        abort
+	upload                 NONE                  429,closes            cancelled  429_evicted_preempted  aborted    unknown    unknown  ended   1        abort
+	upload                 STREAMED              429,closes            cancelled  429_evicted_preempted  aborted    waiting    status   ended   1        abort
+	upload                 BUFFERED              429,closes            uncalled   429_evicted_preempted  aborted    waiting    status   ended   1        abort
+	upload                 FULL_DUPLEX_STREAMED  429,closes            cancelled  429_evicted_preempted  aborted    waiting    status   ended   1        abort
+	waiting                NONE                  429                   cancelled  429_evicted_preempted  aborted    unknown    unknown  ended   1        abort
+	waiting                STREAMED              429                   cancelled  429_evicted_preempted  aborted    waiting    status   ended   1        abort
+	waiting                BUFFERED              429                   cancelled  429_evicted_preempted  aborted    waiting    status   ended   1        abort
+	waiting                FULL_DUPLEX_STREAMED  429                   cancelled  429_evicted_preempted  aborted    waiting    status   ended   1        abort
+	response-headers-held  NONE                  429                   cancelled  429_evicted_preempted  aborted    held       status   ended   1        abort
+	response-headers-held  STREAMED              429                   cancelled  429_evicted_preempted  aborted    held       status   ended   1        abort
+	response-headers-held  BUFFERED              429                   cancelled  429_evicted_preempted  aborted    held       status   ended   1        abort
+	response-headers-held  FULL_DUPLEX_STREAMED  429                   cancelled  429_evicted_preempted  aborted    held       status   ended   1        abort
+	mid-body               NONE                  3-events,reset        cancelled  200_evicted_preempted  aborted    streaming  reset    ended   1        abort
+	mid-body               STREAMED              3-events,reset        cancelled  200_evicted_preempted  aborted    streaming  reset    ended   1        abort
+	mid-body               BUFFERED              429                   cancelled  429_evicted_preempted  aborted    held       status   ended   1        abort
+	mid-body               FULL_DUPLEX_STREAMED  3-events,error,reset  cancelled  200_evicted_preempted  aborted    streaming  event    ended   1        abort
+	end-held               NONE                  whole                 finished   200_via_upstream       completed  streaming  none     none    0        canceled
+	end-held               STREAMED              whole                 finished   200_via_upstream       completed  streaming  none     none    0        canceled
+	end-held               BUFFERED              whole                 finished   200_via_upstream       completed  held       none     none    0        canceled
+	end-held               FULL_DUPLEX_STREAMED  whole                 finished   200_via_upstream       completed  streaming  none     none    0        canceled
+	after-the-end          NONE                  whole                 finished   200_via_upstream       completed  streaming  none     none    0        canceled
+	after-the-end          STREAMED              whole                 finished   200_via_upstream       completed  streaming  none     none    0        canceled
+	after-the-end          BUFFERED              whole                 finished   200_via_upstream       completed  held       none     none    0        canceled
+	after-the-end          FULL_DUPLEX_STREAMED  whole                 finished   200_via_upstream       completed  streaming  none     none    0        canceled
 `
 
 // A phase is where an eviction finds a request.
@@ -94,19 +94,6 @@ var phases = []phase{
 	{"after-the-end", "", "", finishes, when(done)},
 }
 
-// table returns the rows of a table.
-func table(s string) (rows []string) {
-	for l := range strings.Lines(strings.TrimSpace(s)) {
-		rows = append(rows, strings.Join(strings.Fields(l), " "))
-	}
-	return rows
-}
-
-// row returns a table's row.
-func row(columns ...any) string {
-	return strings.TrimSuffix(fmt.Sprintln(columns...), "\n")
-}
-
 func TestMatrix(t *testing.T) {
 	for _, m := range modes {
 		t.Run(m.String(), func(t *testing.T) { testMatrix(t, setup{mode: m}) })
@@ -128,7 +115,8 @@ func testMatrix(t *testing.T, s setup) {
 				}
 			}
 			got := make([]string, len(phases))
-			took := make([]float64, len(phases))
+			var mu sync.Mutex  // guards took
+			var took []float64 // ms, of those that were cancelled
 			var wg sync.WaitGroup
 			for i, ph := range phases {
 				wg.Go(func() {
@@ -139,9 +127,11 @@ func testMatrix(t *testing.T, s setup) {
 					}
 					e := c.event
 					got[i] = row(ph.name, s.mode, c.client(), c.upstream(), fmt.Sprintf("%d_%s", c.logged.Code, c.logged.Details),
-						e.Outcome, e.Phase, e.Answer, victims, ending(c.ended))
+						e.Outcome, e.Phase, e.Answer, e.Effect, victims, ending(c.ended))
 					if c.served != nil {
-						took[i] = float64(c.servedAt.Sub(c.evictedAt)) / float64(time.Millisecond)
+						mu.Lock()
+						defer mu.Unlock()
+						took = append(took, float64(c.servedAt.Sub(c.evictedAt))/float64(time.Millisecond))
 					}
 				})
 			}

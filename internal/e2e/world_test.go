@@ -75,7 +75,6 @@ type setup struct {
 	filter       envoy.ExtProc // its address and mode are the world's
 	adopt        adoption
 	evictor      *evictor.Evictor
-	registry     *abort.Registry
 	backend      http.Handler   // the world: what each call says
 	delayedClose *time.Duration // 100 ms
 	opts         []extproc.Option
@@ -87,7 +86,7 @@ type world struct {
 	testing.TB
 	mode     mode
 	ev       *evictor.Evictor
-	registry *abort.Registry // of x-request-id
+	registry abort.Registry // of x-request-id
 	paths    []*path
 
 	mu      sync.Mutex // guards what follows
@@ -111,18 +110,16 @@ type line struct {
 	Path    string
 	Code    int
 	Details string
+	Evicted string // what an ErrorEvent's CleanEnd leaves in the dynamic metadata
 }
 
 // start runs a world until the end of the test, when nothing may be left of its
 // requests.
 func start(t testing.TB, s setup) *world {
 	t.Helper()
-	w := &world{TB: t, mode: s.mode, ev: s.evictor, registry: s.registry, calls: make(map[string]*call), handles: make(map[*abort.Handle]*call)}
+	w := &world{TB: t, mode: s.mode, ev: s.evictor, calls: make(map[string]*call), handles: make(map[*abort.Handle]*call)}
 	if w.ev == nil {
 		w.ev = evictor.New()
-	}
-	if w.registry == nil {
-		w.registry = new(abort.Registry)
 	}
 	if s.adopt == nil {
 		s.adopt = wrapped
@@ -130,7 +127,7 @@ func start(t testing.TB, s setup) *world {
 	if s.backend == nil {
 		s.backend = w
 	}
-	gs, server := s.adopt(w.process, append(s.opts, extproc.WithObserver(w.observe), extproc.WithRegistry(w.registry))...)
+	gs, server := s.adopt(w.process, append(s.opts, extproc.WithObserver(w.observe), extproc.WithRegistry(&w.registry))...)
 	hs := &http.Server{Handler: s.backend}
 	extProc, upstream := listen(t), listen(t)
 	var wg sync.WaitGroup
@@ -183,7 +180,9 @@ func (w *world) envoy(s setup, extProc, upstream string) []*path {
 	log := func() (lines []line, err error) {
 		entries, err := e.AccessLog()
 		for _, e := range entries {
-			lines = append(lines, line{e.Path, e.Code, e.Details})
+			m, _ := e.Metadata[extproc.MetadataNamespace].(map[string]any)
+			evicted, _ := m["evicted"].(string)
+			lines = append(lines, line{e.Path, e.Code, e.Details, evicted})
 		}
 		return lines, err
 	}
@@ -243,11 +242,15 @@ func (w *world) fake(s setup, server extprocpb.ExternalProcessorServer) *path {
 				AllowModeOverride:        s.filter.AllowModeOverride,
 				DisableImmediateResponse: s.filter.DisableImmediateResponse,
 				ObservabilityMode:        s.filter.ObservabilityMode,
+				MetadataOptions: &filterpb.MetadataOptions{ReceivingNamespaces: &filterpb.MetadataOptions_MetadataNamespaces{
+					Untyped: s.filter.ReceivingNamespaces,
+				}},
 			},
 			AccessLog: func(e extproctest.Entry) {
 				mu.Lock()
 				defer mu.Unlock()
-				lines = append(lines, line{e.Path, e.Code, e.Details})
+				evicted := e.Metadata[extproc.MetadataNamespace].GetFields()["evicted"].GetStringValue()
+				lines = append(lines, line{e.Path, e.Code, e.Details, evicted})
 			},
 			Errorf: func(format string, args ...any) {
 				if !s.wrong {
