@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	corepb "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
@@ -67,9 +68,11 @@ func (s *Stream) answer() {
 		event = s.event(cause, reqs)
 	}
 
-	kind := AnswerNone
+	kind, draining := AnswerNone, false
 	if s.bench.take(&s.sending, s.ended.Load) {
 		if len(event) > 0 && s.opts.event.Wait > 0 && s.facts.mode() == filterpb.ProcessingMode_STREAMED && s.eventAllowed() && s.owed.empty() {
+			draining = true
+			go s.drain() // instead of below
 			s.awaitChunk(s.opts.event.Wait)
 		}
 		if s.ended.Load() {
@@ -88,54 +91,44 @@ func (s *Stream) answer() {
 	}
 	close(s.answerDone())
 	s.reportAnswered(kind, err)
-	s.drain()
+	if !draining {
+		s.drain()
+	}
 }
 
 var errTooLate = errors.New("extproc: the stream ended before the answer")
 
-// awaitChunk waits for a chunk whose reply can carry the event, if anybody receives: the
-// server, in which case the first message will do, or the reader. The caller has the turn to send.
+// awaitChunk waits for a chunk whose reply can carry the event: the first message that
+// crosses the abort will do, or has to. The caller has the turn to send.
 func (s *Stream) awaitChunk(wait time.Duration) {
-	expired := make(chan struct{})
-	t := time.AfterFunc(wait, func() { close(expired); s.bench.wake() })
+	var expired atomic.Bool
+	t := time.AfterFunc(wait, func() { expired.Store(true); s.bench.wake() })
 	defer t.Stop()
-	over := func() bool {
-		select {
-		case <-expired:
-			return true
-		default:
-			return s.late.Load() || s.gone.Load() || s.ended.Load()
-		}
-	}
-	if !s.bench.take(&s.receiving, over) {
-		return
-	}
-	defer s.bench.give(&s.receiving)
-	if s.msgs == nil {
-		return // the server is not in Recv
-	}
-	select {
-	case req, ok := <-s.msgs:
-		if ok {
-			s.crossed(req)
-		}
-	case <-expired:
+	s.bench.mu.Lock()
+	defer s.bench.mu.Unlock()
+	for !expired.Load() && !s.late.Load() && !s.gone.Load() && !s.ended.Load() {
+		s.bench.cond.Wait()
 	}
 }
 
-// drain receives in place of a server that doesn't, until the proxy hangs up.
+// drain receives in place of a server that doesn't, until the proxy hangs up: it is
+// answer's last act, or a goroutine beside it, and ends with the stream.
 func (s *Stream) drain() {
 	if !s.bench.take(&s.receiving, s.gone.Load) {
 		return // the server's own Recv has seen it
 	}
 	defer s.bench.give(&s.receiving)
 	if s.msgs != nil {
-		for range s.msgs {
+		for req := range s.msgs {
+			s.crossed(req)
 		}
 		s.recvErr = s.readErr
 	}
 	for s.recvErr == nil {
-		_, s.recvErr = s.recvProtected()
+		var req *extprocpb.ProcessingRequest
+		if req, s.recvErr = s.recvProtected(); s.recvErr == nil {
+			s.crossed(req)
+		}
 	}
 	s.letGo(s.recvErr)
 }

@@ -112,8 +112,8 @@ func TestEventInStreamed(t *testing.T) {
 	}
 }
 
-// TestWait: with nothing owed the answer waits for the next chunk, as long as it is
-// told to and somebody receives.
+// TestWait: with nothing owed the answer waits for the next chunk as long as it is
+// told to, whether the server receives or not.
 func TestWait(t *testing.T) {
 	const wait = 50 * time.Millisecond
 	elsewhere := func(s process) error { // the server does not receive
@@ -135,7 +135,9 @@ func TestWait(t *testing.T) {
 		{"last chunk", nil, responseBody("data: b\n\n", true), extproc.AnswerReset, 10 * time.Millisecond},
 		{"trailers", nil, responseTrailers(), extproc.AnswerReset, 10 * time.Millisecond},
 		{"nothing", nil, nil, extproc.AnswerReset, wait},
-		{"not in Recv", func(s *extproc.Stream) error { return elsewhere(s) }, responseBody("data: b\n\n", false), extproc.AnswerReset, 0},
+		{"not in Recv", func(s *extproc.Stream) error { return elsewhere(s) }, responseBody("data: b\n\n", false), extproc.AnswerEvent, 10 * time.Millisecond},
+		{"not in Recv, last chunk", func(s *extproc.Stream) error { return elsewhere(s) }, responseBody("data: b\n\n", true), extproc.AnswerReset, 10 * time.Millisecond},
+		{"not in Recv, nothing", func(s *extproc.Stream) error { return elsewhere(s) }, nil, extproc.AnswerReset, wait},
 		{"own loop", func(s *extproc.Stream) error { return echoOwn(s) }, responseBody("data: b\n\n", false), extproc.AnswerEvent, 10 * time.Millisecond},
 		{"own loop, last chunk", func(s *extproc.Stream) error { return echoOwn(s) }, responseBody("data: b\n\n", true), extproc.AnswerReset, 10 * time.Millisecond},
 		{"own loop, nothing", func(s *extproc.Stream) error { return echoOwn(s) }, nil, extproc.AnswerReset, wait},

@@ -360,6 +360,7 @@ func (s *Stream) letGo(how error) {
 	if s.gone.Swap(true) {
 		return
 	}
+	s.bench.wake() // answer may wait for a chunk
 	defer s.reportGone(how)
 	s.own.Close()
 }
