@@ -20,6 +20,8 @@ import (
 	"strings"
 	"syscall"
 
+	"github.com/extevict/extevict/abort"
+	"github.com/extevict/extevict/examples/admin"
 	"github.com/extevict/extevict/extproc"
 	"github.com/extevict/extevict/internal/engine"
 	"github.com/extevict/extevict/internal/envoy"
@@ -36,6 +38,7 @@ type options struct {
 	requests, tokens int
 	mode             mode
 	gateway          string
+	admin            string
 	verbose          bool
 }
 
@@ -52,6 +55,7 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 	f.IntVar(&o.tokens, "tokens", 500, "how many tokens each of them generates, 50 to 2000")
 	name := f.String("mode", modes[0].name, "what the gateway shows the picker of a response:\nfull-duplex (response_body_mode FULL_DUPLEX_STREAMED: the victim's client gets an error event),\nstreamed (STREAMED), or trailers (NONE: nothing while it streams, the cheapest)")
 	f.StringVar(&o.gateway, "gateway", "auto", "envoy (the binary that $ENVOY_BIN names, or envoy on $PATH), in-process (a fake of it),\nor auto: envoy if there is one, else in-process")
+	f.StringVar(&o.admin, "admin", "", "serve the admin endpoint of examples/admin on this loopback `address`, such as 127.0.0.1:9003,\nas long as it runs: /requests lists what is in flight")
 	f.BoolVar(&o.verbose, "v", false, "tell of each request")
 	if err := f.Parse(args); err != nil {
 		return o, err
@@ -116,7 +120,9 @@ func tell(ctx context.Context, o options, out *screen) (err error) {
 	defer s.engine.close()
 
 	s.picker = &picker{endpoint: s.engine.addr, priorities: map[string]int{batchKey: batchPriority, urgentKey: urgentPriority}}
-	g, err := startGateway(ctx, o.gateway, o.mode, s.picker.newServer(extproc.WithObserver(func(e extproc.Event) { s.settled <- e })))
+	var registry abort.Registry
+	server := s.picker.newServer(extproc.WithObserver(func(e extproc.Event) { s.settled <- e }), extproc.WithRegistry(&registry))
+	g, err := startGateway(ctx, o.gateway, o.mode, server)
 	if err != nil {
 		return err
 	}
@@ -133,6 +139,16 @@ func tell(ctx context.Context, o options, out *screen) (err error) {
 	}
 	out.print("mode     %s: response body %s, trailers SEND", o.mode.name, o.mode.body)
 	out.print("engine   simulated, an 8B model on an H100: %d requests at once, %d KV blocks", o.requests, s.engine.blocks)
+	if o.admin != "" {
+		l, err := admin.Listen(o.admin, false)
+		if err != nil {
+			return err
+		}
+		a := admin.NewServer(admin.Handler(admin.Config{Registry: &registry, Evictor: &s.picker.evictor}))
+		go a.Serve(l) // ends with a.Close
+		defer a.Close()
+		out.print("admin    http://%s/requests", l.Addr())
+	}
 	out.print("clients  streamed chat completions over HTTP/2")
 
 	without, err := s.play(ctx, "1  Without eviction", false)

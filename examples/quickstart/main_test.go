@@ -61,7 +61,7 @@ func TestStory(t *testing.T) {
 		t.Run(c.gateway+"/"+c.mode, func(t *testing.T) {
 			leavesNothing(t, func() {
 				var out, errs bytes.Buffer
-				if code := run(t.Context(), []string{"-gateway", c.gateway, "-mode", c.mode, "-requests", "3", "-tokens", "60"}, &out, &errs); code != 0 {
+				if code := run(t.Context(), []string{"-gateway", c.gateway, "-mode", c.mode, "-requests", "3", "-tokens", "150"}, &out, &errs); code != 0 {
 					t.Fatalf("exit code %d: %s%s", code, &out, &errs)
 				}
 				for _, want := range []string{
@@ -109,6 +109,7 @@ func TestFlags(t *testing.T) {
 		{"-tokens 10", "-tokens", 2},
 		{"-mode buffered", `"buffered"`, 2},
 		{"-gateway nginx", `"nginx"`, 2},
+		{"-requests 2 -gateway in-process -admin :0", "not loopback", 1},
 		{"now", `"now"`, 2},
 	} {
 		var out, errs bytes.Buffer
