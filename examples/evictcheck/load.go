@@ -40,7 +40,7 @@ func (c *check) fill(ctx context.Context) (running, waiting []*stream, err error
 func (c *check) started(ctx context.Context) (running, waiting []*stream, err error) {
 	var problem error
 	var news, steady, stuck time.Time // the last began to run; all are in their place; the engine runs them and no token is here
-	began, had := 0, 0 // streams; tokens that the first of them had when all were in their place
+	began, had := 0, 0                // streams; tokens that the first of them had when all were in their place
 	_, err = c.watch(ctx, 0, "the streams to run", func(m sample) bool {
 		c.report.Load.Full = m.gauges()
 		if running, waiting, problem = c.places(); problem != nil {

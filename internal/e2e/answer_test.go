@@ -142,27 +142,32 @@ func TestStreamedEvent(t *testing.T) {
 		wait   time.Duration
 		sent   string
 		hold   mark
+		busy   mark
 		more   bool // while the answer waits
 		body   string
 		answer extproc.Answer
 	}{
-		{"owed", 0, event(0), responseBody, false, errorEvent, extproc.AnswerEvent},
-		{"owed nothing", 0, event(0), "", false, event(0), extproc.AnswerReset},
-		{"next", never, event(0), "", true, event(0) + errorEvent, extproc.AnswerEvent},
-		{"nothing in time", soon, event(0), "", false, event(0), extproc.AnswerReset},
-		{"inside an event", never, "data: tok", "", false, "data: tok", extproc.AnswerReset},
+		{"owed", 0, event(0), responseBody, "", false, errorEvent, extproc.AnswerEvent},
+		{"owed nothing", 0, event(0), "", "", false, event(0), extproc.AnswerReset},
+		{"next", never, event(0), "", "", true, event(0) + errorEvent, extproc.AnswerEvent},
+		{"nothing in time", soon, event(0), "", "", false, event(0), extproc.AnswerReset},
+		{"inside an event", never, "data: tok", "", "", false, "data: tok", extproc.AnswerReset},
+		{"next for a busy server", never, event(0), "", responseBody, true, event(0) + errorEvent, extproc.AnswerEvent},
 	} {
 		t.Run(x.name, func(t *testing.T) {
 			for _, adopt := range []adoption{wrapped, ownLoop} {
 				w := start(t, setup{mode: streamed, adopt: adopt, opts: []extproc.Option{extproc.WithErrorEvent(extproc.ErrorEvent{Wait: x.wait})}})
 				for _, p := range w.paths {
 					c := newCall(p, talks(x.sent))
-					c.hold, c.enough = x.hold, len(x.sent)
+					c.hold, c.busy, c.enough = x.hold, x.busy, len(x.sent)
 					w.start(t.Context(), c)
 					if x.hold != "" {
 						c.must(t, holding)
 					} else {
 						c.must(t, hasEnough)
+						if x.busy != "" {
+							c.must(t, isBusy)
+						}
 					}
 					if vs, err := w.evict(c); err != nil || len(vs) != 1 {
 						t.Fatalf("%s: evicted %v, %v", p.name, vs, err)
@@ -174,6 +179,7 @@ func TestStreamedEvent(t *testing.T) {
 					if !x.more {
 						close(c.resume)
 					}
+					close(c.look)
 					c.must(t, observed)
 					if c.reply.body != x.body || !p.reset(c.reply.err) || c.event.Answer != x.answer || c.event.Effect != extproc.EffectEnded || c.event.Err != nil {
 						t.Errorf("%s: the client got %q, %v, event %+v; want %q, a reset and %v", p.name, c.reply.body, c.reply.err, c.event, x.body, x.answer)

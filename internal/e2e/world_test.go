@@ -37,6 +37,9 @@ import (
 // patience is how long a test waits for what must happen: only a hang takes it.
 const patience = 30 * time.Second
 
+// messageTimeout is the filters', longer than any test waits.
+const messageTimeout = 2 * patience
+
 // A mode is how Envoy asks the ext_proc server, named after its response body mode.
 // The request's body is treated as the response's.
 type mode envoy.ProcessingMode
@@ -72,7 +75,7 @@ func (m mode) proto() *filterpb.ProcessingMode {
 // A setup is what worlds differ in. Its zero fields have defaults.
 type setup struct {
 	mode         mode
-	filter       envoy.ExtProc // its address and mode are the world's
+	filter       envoy.ExtProc // its address, mode and timeout are the world's
 	adopt        adoption
 	evictor      *evictor.Evictor
 	backend      http.Handler   // the world: what each call says
@@ -160,7 +163,7 @@ func (w *world) envoy(s setup, extProc, upstream string) []*path {
 		w.Fatal(err)
 	}
 	filter := s.filter
-	filter.Address, filter.Mode = extProc, envoy.ProcessingMode(s.mode)
+	filter.Address, filter.Mode, filter.MessageTimeout = extProc, envoy.ProcessingMode(s.mode), messageTimeout
 	if s.delayedClose == nil {
 		s.delayedClose = new(100 * time.Millisecond)
 	}
@@ -237,7 +240,7 @@ func (w *world) fake(s setup, server extprocpb.ExternalProcessorServer) *path {
 			Upstream: watched{w, extproctest.Handler(s.backend)},
 			Config: &filterpb.ExternalProcessor{
 				ProcessingMode:           s.mode.proto(),
-				MessageTimeout:           durationpb.New(cmp.Or(s.filter.MessageTimeout, 10*time.Second)),
+				MessageTimeout:           durationpb.New(messageTimeout),
 				FailureModeAllow:         s.filter.FailureModeAllow,
 				AllowModeOverride:        s.filter.AllowModeOverride,
 				DisableImmediateResponse: s.filter.DisableImmediateResponse,
