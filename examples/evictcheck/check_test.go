@@ -90,7 +90,7 @@ func queue(t *testing.T, target string, notices bool) string {
 
 // serve starts a server and returns its URL.
 func serve(t *testing.T, h http.Handler) string {
-	s := httptest.NewServer(h)
+	s := httptest.NewServer(fullDuplex(h.ServeHTTP))
 	t.Cleanup(s.Close)
 	return s.URL
 }

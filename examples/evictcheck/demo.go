@@ -140,7 +140,7 @@ func (d *demo) startHop(upstream string) (string, error) {
 	ctx, cancel := context.WithCancel(context.Background())
 	d.onClose(func() error { cancel(); return nil })
 	transport := new(http.Transport)
-	return d.serve(&http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	return d.serve(&http.Server{Handler: fullDuplex(func(w http.ResponseWriter, r *http.Request) {
 		out := r.Clone(ctx) // not the client's context
 		out.RequestURI = ""
 		out.URL.Scheme, out.URL.Host = "http", upstream[len("http://"):]
@@ -198,7 +198,7 @@ func newInProcess(filter envoy.ExtProc, upstream string, picker extprocpb.Extern
 	header := func(m envoy.HeaderMode) filterpb.ProcessingMode_HeaderSendMode {
 		return filterpb.ProcessingMode_HeaderSendMode(filterpb.ProcessingMode_HeaderSendMode_value[string(m)])
 	}
-	return &http.Server{Handler: &httputil.ReverseProxy{
+	proxy := &httputil.ReverseProxy{
 		Rewrite: func(r *httputil.ProxyRequest) {
 			r.SetURL(&url.URL{Scheme: "http", Host: upstream[len("http://"):]})
 		},
@@ -218,7 +218,18 @@ func newInProcess(filter envoy.ExtProc, upstream string, picker extprocpb.Extern
 		},
 		FlushInterval: -1, // at once
 		ErrorLog:      log.New(io.Discard, "", 0),
-	}}
+	}
+	return &http.Server{Handler: fullDuplex(proxy.ServeHTTP)}
+}
+
+// fullDuplex returns h as a proxy needs it: net/http's server otherwise closes an
+// HTTP/1.1 request's body when its response begins, and a transport that has not yet
+// seen the body's end takes that for an error and drops the response.
+func fullDuplex(h http.HandlerFunc) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		http.NewResponseController(w).EnableFullDuplex() // fails where it is not needed
+		h(w, r)
+	})
 }
 
 // A picker lets everything pass, in FULL_DUPLEX_STREAMED too.

@@ -9,6 +9,9 @@ import (
 // fails with a finding unless capacity is freed.
 func (c *check) evict(ctx context.Context, victim *stream, waiting []*stream) error {
 	query, listed, err := c.operator.find(ctx, victim)
+	if err == nil && query == "" {
+		err = c.over(ctx, victim)
+	}
 	switch {
 	case err != nil:
 		return err
@@ -38,13 +41,8 @@ func (c *check) evict(ctx context.Context, victim *stream, waiting []*stream) er
 		return err
 	}
 	if n == 0 {
-		// Most likely it has ended, and its client is about to see that.
-		_, err := c.watch(ctx, c.effect, "the victim's end", func(sample) bool { return !victim.look().end.IsZero() })
-		switch {
-		case err != nil:
+		if err := c.over(ctx, victim); err != nil {
 			return err
-		case victim.look().how() == endComplete:
-			return c.short()
 		}
 		return unclear(reasonDisturbed, "the victim was gone when the admin endpoint was told")
 	}
@@ -60,6 +58,15 @@ func (c *check) evict(ctx context.Context, victim *stream, waiting []*stream) er
 		return c.diagnose(e)
 	}
 	return nil
+}
+
+// over fails if the victim has ended by itself, which its client may be about to see.
+func (c *check) over(ctx context.Context, victim *stream) error {
+	ended, err := c.watch(ctx, 10*c.every, "the victim's end", func(sample) bool { return !victim.look().end.IsZero() })
+	if err == nil && ended && victim.look().how() == endComplete {
+		err = c.short()
+	}
+	return err
 }
 
 // A forecast is a sample and how fast the KV cache's usage grows, in parts a second.
