@@ -53,7 +53,7 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 	}
 	f.IntVar(&o.requests, "requests", 8, "how many batch requests there are, 2 to 32: as many as the engine runs at once")
 	f.IntVar(&o.tokens, "tokens", 500, "how many tokens each of them generates, 50 to 2000")
-	name := f.String("mode", modes[0].name, "what the gateway shows the picker of a response:\nfull-duplex (response_body_mode FULL_DUPLEX_STREAMED: the victim's client gets an error event),\nstreamed (STREAMED), or trailers (NONE: nothing while it streams, the cheapest)")
+	name := f.String("mode", modes[0].name, "what the gateway shows the picker of a response:\nfull-duplex (response_body_mode FULL_DUPLEX_STREAMED: the victim's client gets an error event),\nstreamed (STREAMED: it gets one if the picker owes a reply just then), or trailers (NONE: nothing while it streams, the cheapest)")
 	f.StringVar(&o.gateway, "gateway", "auto", "envoy (the binary that $ENVOY_BIN names, or envoy on $PATH), in-process (a fake of it),\nor auto: envoy if there is one, else in-process")
 	f.StringVar(&o.admin, "admin", "", "serve the admin endpoint of examples/admin on this loopback `address`, such as 127.0.0.1:9003,\nas long as it runs: /requests lists what is in flight")
 	f.BoolVar(&o.verbose, "v", false, "tell of each request")
