@@ -95,7 +95,9 @@ func WithResponse(f func(*abort.Error, []abort.Request) *extprocpb.ImmediateResp
 //   - in STREAMED in place of the oldest chunk that the server has not replied to,
 //     except the last.
 //
-// In doubt there is no event.
+// In doubt there is no event. A filter with disable_immediate_response that fails open
+// takes the event and drops the answer behind it: in STREAMED the response then runs on
+// without the chunk that the event replaced.
 type ErrorEvent struct {
 	// Event returns the event's bytes, with the empty line that ends it, or nothing
 	// for no event. It runs where WithResponse's function does; if it panics there is
@@ -204,6 +206,11 @@ func (a Answer) String() string {
 
 // An Effect is what is known to have come of an abort's answer. None of them says that
 // the engine has freed anything.
+//
+// One case looks like EffectEnded and is not: with response body mode NONE, if the whole
+// response reached Envoy before the reply to its headers, Envoy ends the stream with
+// code Canceled by itself, and an answer that came too late for it changes nothing (seen
+// on Envoy 1.40: 59 of 60 in a directed test, 3 to 6 of 200 random evictions).
 type Effect uint8
 
 const (
