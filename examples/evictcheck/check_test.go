@@ -18,6 +18,9 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/extevict/extevict/abort"
+	"github.com/extevict/extevict/evictor"
+	"github.com/extevict/extevict/examples/admin"
 	"github.com/extevict/extevict/internal/engine"
 	"github.com/extevict/extevict/internal/envoy"
 )
@@ -53,8 +56,7 @@ func front(t *testing.T, target string, rewrite func(*http.Request), modify func
 	return serve(t, p)
 }
 
-// newProxy returns a proxy before a URL. Its transport is its own: when a httptest.Server
-// closes it ends idle connections of the default one, and some that are just no more so.
+// newProxy returns a proxy before a URL, with a transport of its own.
 func newProxy(t *testing.T, target string) *httputil.ReverseProxy {
 	transport := new(http.Transport)
 	t.Cleanup(transport.CloseIdleConnections)
@@ -110,7 +112,7 @@ func (r *Report) verdict() string { return fmt.Sprintf("%s %s", r.Verdict, r.Rea
 
 // TestCheck checks deployments and gateways that the demos don't have.
 func TestCheck(t *testing.T) {
-	normal, swallow := setups[0], setups[3]
+	normal, ignore, swallow := setups[0], setups[1], setups[3]
 	const some = -1 // evictions
 	// metrics answers with what change makes of the engine's.
 	metrics := func(t *testing.T, c *config, change func(name, value string) string) {
@@ -182,6 +184,7 @@ func TestCheck(t *testing.T) {
 			"no gateway_runs_on", "only streams in full flow end", 3},
 		{"a hop, and the engine unknown", swallow, func(_ *testing.T, c *config) { c.engine = "" }, "no engine_or_hop", "-engine URL tells", 1},
 		{"a hop, and the engine elsewhere", swallow, func(_ *testing.T, c *config) { c.engine = "http://127.0.0.1:1" }, "no engine_or_hop", "the engine was not asked alone: ", 1},
+		{"an engine that ignores ends, and soon finishes", ignore, func(_ *testing.T, c *config) { c.effect = 3 * time.Second }, "no engine_ignores_close", "closed: the request runs on", 1},
 		{"another engine's metrics", normal, func(t *testing.T, c *config) {
 			e := engine.NewServer(engine.Config{})
 			t.Cleanup(e.Close)
@@ -267,6 +270,41 @@ func TestHangsUp(t *testing.T) {
 		time.Sleep(10 * time.Millisecond)
 	}
 	t.Error("the engine still runs its requests")
+}
+
+// TestFind checks that a request that is not the check's is never taken for its own.
+func TestFind(t *testing.T) {
+	var registry abort.Registry
+	own, _ := abort.New(t.Context())
+	defer own.Close()
+	for _, id := range []string{"1", "cmpl-1", "evictcheck-", "somebody-elses-request"} {
+		registry.Add(id, own.Handle())
+	}
+	const sent = "evictcheck-abcdefghij"
+	for _, c := range []struct {
+		named []string // by the response
+		adds  string   // the id by which the gateway registers it
+		query string
+	}{
+		{nil, "", ""},
+		{[]string{"1", "cmpl-1"}, "", ""},
+		{nil, sent, "id=" + sent},
+		{[]string{"cmpl-" + sent + "-0"}, "", ""},
+		{[]string{"the-gateways-own-id"}, "the-gateways-own-id", "id=the-gateways-own-id"},
+		{[]string{"cmpl-the-gateways-own-id-0"}, "the-gateways-own-id", "id=the-gateways-own-id"},
+		{[]string{"cmpl-short-id-0"}, "short-id", ""},
+	} {
+		o := &operator{client: http.DefaultClient, url: serve(t, admin.Handler(admin.Config{Registry: &registry, Evictor: evictor.New()}))}
+		mine, _ := abort.New(t.Context())
+		if c.adds != "" {
+			registry.Add(c.adds, mine.Handle())
+		}
+		query, listed, err := o.find(t.Context(), &stream{id: sent, s: seen{ids: c.named}})
+		if err != nil || query != c.query || listed == 0 {
+			t.Errorf("%q, registered as %q: found by %q, of %d, error %v; want %q", c.named, c.adds, query, listed, err, c.query)
+		}
+		mine.Close()
+	}
 }
 
 func TestEnds(t *testing.T) {

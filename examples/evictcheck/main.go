@@ -78,7 +78,7 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 	f.StringVar(&o.gateway, "gateway", "", "`URL` of the gateway, without the path")
 	f.StringVar(&o.path, "path", "/v1/completions", "`path` of completions, or of chat completions")
 	f.StringVar(&o.model, "model", "", "`name` of the model")
-	f.Func("header", "a `header` of the streams, such as 'authorization: Bearer KEY'; may be repeated", func(text string) error {
+	f.Func("header", "a header of the streams, `name:value`, such as 'authorization: Bearer KEY'; may be repeated", func(text string) error {
 		k, v, ok := strings.Cut(text, ":")
 		if !ok || k == "" {
 			return errors.New("want name: value")
@@ -88,10 +88,10 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 	})
 	f.BoolVar(&o.http2, "http2", false, "stream over HTTP/2 also where the URL is http://")
 	f.StringVar(&o.metrics, "metrics", "", "`URL` of the engine's metrics")
-	f.Var(o.names, "metric", "`key=name` of a metric: running, waiting, kv, finished (requests), generated (tokens), preemptions;\nmay be repeated. Those of vLLM, SGLang and llama.cpp are known")
+	f.Var(o.names, "metric", "name of a metric, `key=name`; the keys are running, waiting, kv, finished (requests), generated (tokens), preemptions;\nmay be repeated. The names of vLLM, SGLang and llama.cpp are known")
 	f.StringVar(&o.engine, "engine", "", "`URL` of the engine itself, without the path: tells a hop in between from the engine.\nThe host of -metrics unless given; none to leave it alone")
 	f.StringVar(&o.admin, "admin", "http://127.0.0.1:9003", "`URL` of the admin endpoint")
-	f.IntVar(&o.streams, "streams", 8, "how `many` streams to start, 1 to 1000: as many as the engine runs at once, or more")
+	f.IntVar(&o.streams, "streams", 8, "`number` of streams to start, 1 to 1000: as many as the engine runs at once, or more")
 	f.IntVar(&o.prompt, "prompt", 2000, "`bytes` of random text in each prompt")
 	f.IntVar(&o.tokens, "max-tokens", 2000, "how many `tokens` a stream may have: it must not end while the check runs")
 	f.DurationVar(&o.effect, "effect", 3*time.Second, "how long to wait for an effect")

@@ -13,7 +13,7 @@ func (c *check) diagnose(e *Eviction) *finding {
 	switch {
 	case e.Client == endRunning:
 		return runsOn("the gateway took the eviction and let the request run on: neither client nor engine noticed")
-	case e.RunningMS != nil:
+	case e.RunningMS != nil && e.KVMS == nil:
 		f.reason = reasonKV
 		f.because = "the engine ran one request less, and its KV cache stayed as full as before"
 		f.mend = []string{"update the engine: it keeps the blocks of a request whose connection has closed"}
