@@ -53,10 +53,17 @@ func (c *requestContext) Done() <-chan struct{} { return c.cancelable().Done() }
 // Err asks a child once anything has ended: only a child's error is for good, whatever
 // becomes of parent.
 func (c *requestContext) Err() error {
-	if c.child.Load() == nil && !c.ended.Load() && c.parent.Err() == nil {
+	left := c.parent.Err() != nil
+	if !left && !c.ended.Load() && c.child.Load() == nil {
 		return nil
 	}
-	return c.cancelable().Err()
+	child := c.cancelable()
+	if left {
+		// Whoever ends parent is about to end the child. A server that has just been told
+		// by grpc that its client left must not find a context that is still alive.
+		<-child.Done()
+	}
+	return child.Err()
 }
 
 // Value finds the child's own keys too: that is how package context gets at the

@@ -363,3 +363,27 @@ func heap() int64 {
 	runtime.ReadMemStats(&m)
 	return int64(m.HeapAlloc)
 }
+
+// TestParentsEndIsSeen checks that whoever knows of the parent's end finds it in the
+// request's context, however many children the parent has to tell first.
+func TestParentsEndIsSeen(t *testing.T) {
+	for range 2000 {
+		parent, cancel := context.WithCancel(t.Context())
+		var others []context.CancelFunc
+		for range 16 {
+			_, c := context.WithCancel(parent)
+			others = append(others, c)
+		}
+		own, ctx := abort.New(parent)
+		ctx.Done() // somebody watches it
+		go cancel()
+		<-parent.Done()
+		if err := ctx.Err(); err != context.Canceled {
+			t.Fatalf("the parent has ended, the request's context says %v", err)
+		}
+		own.Close()
+		for _, c := range others {
+			c()
+		}
+	}
+}

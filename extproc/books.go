@@ -75,8 +75,9 @@ func (s *Stream) received(req *extprocpb.ProcessingRequest) {
 	if req.GetObservabilityMode() {
 		s.facts.set(observing)
 		s.own.Settle(abort.Closed)
-	} else if endsResponse(req) {
-		s.own.Settle(abort.Completed)
+	} else if endsResponse(req) && !s.own.Settle(abort.Completed) && s.isAborted() {
+		s.crossed(req) // the abort has come since the caller looked
+		return
 	}
 	if c := req.GetProtocolConfig(); c != nil { // the first message
 		s.facts.setMode(c.GetResponseBodyMode())
