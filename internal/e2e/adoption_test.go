@@ -25,10 +25,12 @@ func TestBusyServer(t *testing.T) {
 		mid-body  NONE                  3-events,reset  cancelled  reset
 		waiting   STREAMED              429             cancelled  status
 		mid-body  STREAMED              0-events,reset  cancelled  reset
+		1.39: mid-body  STREAMED              429             cancelled  reset
 		waiting   BUFFERED              429             cancelled  status
 		mid-body  BUFFERED              429             cancelled  status
 		waiting   FULL_DUPLEX_STREAMED  429             cancelled  status
 		mid-body  FULL_DUPLEX_STREAMED  0-events,reset  cancelled  reset
+		1.39: mid-body  FULL_DUPLEX_STREAMED  429             cancelled  reset
 	`
 	got := make(map[string][]string) // rows by path
 	for _, m := range modes {

@@ -294,6 +294,7 @@ func resumes(c *call, w http.ResponseWriter, r *http.Request) error {
 	if err := stream(w, r, event(0), event(1), event(2)); err != nil {
 		return err
 	}
+	c.set(wrote)
 	select {
 	case <-c.resume:
 	case <-r.Context().Done():
@@ -305,7 +306,7 @@ func resumes(c *call, w http.ResponseWriter, r *http.Request) error {
 
 // comesLate is finishes when the call is resumed.
 func comesLate(c *call, w http.ResponseWriter, r *http.Request) error {
-	if _, err := io.Copy(io.Discard, r.Body); err != nil {
+	if _, err := io.Copy(io.Discard, &uploading{r.Body, c}); err != nil {
 		return err
 	}
 	c.set(wrote)

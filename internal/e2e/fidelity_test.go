@@ -157,6 +157,38 @@ func (w *world) outside(c *call) string {
 	return row(client, fmt.Sprintf("%d_%s", l.Code, l.Details))
 }
 
+// quits has the ext_proc server end a call's stream, at a message that it does not reply
+// to, and waits until both are over.
+func (w *world) quits(t *testing.T, p *path, at mark, quit func(process) error) *call {
+	c := newCall(p, func(c *call, rw http.ResponseWriter, r *http.Request) error {
+		if err := stream(rw, r, event(0)); err != nil {
+			return err
+		}
+		if !w.mode.buffers() {
+			select { // the end must not overtake what Envoy makes of the quit
+			case <-c.at(hasEnough):
+			case <-r.Context().Done():
+			}
+		}
+		_, err := io.WriteString(rw, event(1)+event(2)+last)
+		return err
+	})
+	c.quitAt, c.quit, c.enough = at, quit, len(event(0))
+	w.start(t.Context(), c)
+	c.must(t, done, hungUp)
+	return c
+}
+
+// The ways in which an ext_proc server ends a stream by itself.
+var (
+	ownAnswer = &response{Response: &extprocpb.ProcessingResponse_ImmediateResponse{ImmediateResponse: &extprocpb.ImmediateResponse{
+		Status: &typepb.HttpStatus{Code: typepb.StatusCode_Forbidden}, Body: []byte("no"), Details: "not allowed",
+	}}}
+	returnsNil   = func(process) error { return nil }
+	returnsError = func(process) error { return status.Error(codes.Unavailable, "no endpoints") }
+	answers      = func(st process) error { return st.Send(ownAnswer) }
+)
+
 // TestServerEnds has the ext_proc server end a stream by itself, at a message that it
 // does not reply to. That means the same with the library as without it.
 func TestServerEnds(t *testing.T) {
@@ -174,9 +206,11 @@ func TestServerEnds(t *testing.T) {
 		STREAMED              error   request-headers   500:            500_ext_proc_error_gRPC_error_14{no_endpoints{via_upstream}}
 		STREAMED              error   response-headers  500:            500_ext_proc_error_gRPC_error_14{no_endpoints{via_upstream}}
 		STREAMED              error   response-body     0-events,reset  200_ext_proc_error_gRPC_error_14{no_endpoints{via_upstream}}
+		1.39: STREAMED              error   response-body     500:            500_ext_proc_error_gRPC_error_14{no_endpoints{via_upstream}}
 		STREAMED              answer  request-headers   403:no          403_not_allowed
 		STREAMED              answer  response-headers  403:no          403_not_allowed
 		STREAMED              answer  response-body     0-events,reset  200_not_allowed
+		1.39: STREAMED              answer  response-body     403:no          403_not_allowed
 		BUFFERED              nil     request-headers   whole           200_via_upstream
 		BUFFERED              nil     response-headers  whole           200_via_upstream
 		BUFFERED              nil     response-body     whole           200_via_upstream
@@ -190,13 +224,12 @@ func TestServerEnds(t *testing.T) {
 		FULL_DUPLEX_STREAMED  error   request-headers   500:            500_ext_proc_error_gRPC_error_14{no_endpoints{via_upstream}}
 		FULL_DUPLEX_STREAMED  error   response-headers  500:            500_ext_proc_error_gRPC_error_14{no_endpoints{via_upstream}}
 		FULL_DUPLEX_STREAMED  error   response-body     0-events,reset  200_ext_proc_error_gRPC_error_14{no_endpoints{via_upstream}}
+		1.39: FULL_DUPLEX_STREAMED  error   response-body     500:            500_ext_proc_error_gRPC_error_14{no_endpoints{via_upstream}}
 		FULL_DUPLEX_STREAMED  answer  request-headers   403:no          403_not_allowed
 		FULL_DUPLEX_STREAMED  answer  response-headers  403:no          403_not_allowed
 		FULL_DUPLEX_STREAMED  answer  response-body     0-events,reset  200_not_allowed
+		1.39: FULL_DUPLEX_STREAMED  answer  response-body     403:no          403_not_allowed
 	`
-	answer := &response{Response: &extprocpb.ProcessingResponse_ImmediateResponse{ImmediateResponse: &extprocpb.ImmediateResponse{
-		Status: &typepb.HttpStatus{Code: typepb.StatusCode_Forbidden}, Body: []byte("no"), Details: "not allowed",
-	}}}
 	got := make(map[string][]string) // rows by path
 	for _, m := range modes {
 		for _, library := range []bool{false, true} {
@@ -209,10 +242,10 @@ func TestServerEnds(t *testing.T) {
 				name string
 				quit func(process) error
 			}{
-				{"nil", func(process) error { return nil }},
-				{"error", func(process) error { return status.Error(codes.Unavailable, "no endpoints") }},
+				{"nil", returnsNil},
+				{"error", returnsError},
 				{"answer", func(st process) error {
-					err := st.Send(answer)
+					err := answers(st)
 					if abort.FromContext(st.Context()).Abort(abort.Canceled) {
 						t.Error("aborted behind the server's own answer")
 					}
@@ -224,22 +257,7 @@ func TestServerEnds(t *testing.T) {
 						continue // not shown; or lost, and how much of it is luck
 					}
 					for _, p := range w.paths {
-						c := newCall(p, func(c *call, rw http.ResponseWriter, r *http.Request) error {
-							if err := stream(rw, r, event(0)); err != nil {
-								return err
-							}
-							if m != buffered {
-								select { // the end must not overtake what Envoy makes of the quit
-								case <-c.at(hasEnough):
-								case <-r.Context().Done():
-								}
-							}
-							_, err := io.WriteString(rw, event(1)+event(2)+last)
-							return err
-						})
-						c.quitAt, c.quit, c.enough = at, x.quit, len(event(0))
-						w.start(t.Context(), c)
-						c.must(t, done, hungUp)
+						c := w.quits(t, p, at, x.quit)
 						name := p.name
 						if library {
 							c.must(t, observed)
@@ -268,13 +286,18 @@ func TestConfigurations(t *testing.T) {
 	// Victims, what the client gets, what is in the access log, answer, effect, obstacle.
 	const want = `
 		response-side-off              waiting   0  whole           200_via_upstream        none     none   early
+		1.36: response-side-off              waiting   1  429             429_evicted_preempted   unknown  ended  no
 		response-side-off              mid-body  0  whole           200_via_upstream        none     none   early
+		1.36: response-side-off              mid-body  1  3-events,reset  200_evicted_preempted   unknown  ended  no
 		response-side-off,keepalive    waiting   1  429             429_evicted_preempted   unknown  ended  no
 		response-side-off,keepalive    mid-body  1  3-events,reset  200_evicted_preempted   unknown  ended  no
 		response-side-off,no-override  waiting   0  whole           200_via_upstream        none     none   early
+		1.36: response-side-off,no-override  waiting   1  429             429_evicted_preempted   unknown  ended  no
 		response-side-off,no-override  mid-body  0  whole           200_via_upstream        none     none   early
+		1.36: response-side-off,no-override  mid-body  1  3-events,reset  200_evicted_preempted   unknown  ended  no
 		no-trailers                    waiting   1  429             429_evicted_preempted   unknown  ended  no
 		no-trailers                    mid-body  0  whole           200_via_upstream        none     none   early
+		1.36: no-trailers                    mid-body  1  3-events,reset  200_evicted_preempted   reset    ended  no
 		no-trailers,keepalive          waiting   1  429             429_evicted_preempted   unknown  ended  no
 		no-trailers,keepalive          mid-body  1  3-events,reset  200_evicted_preempted   reset    ended  no
 		disabled                       waiting   1  500:            500_unhandled_immediate_response_due_to_config_disabled_it  status   ended  no
@@ -294,7 +317,7 @@ func TestConfigurations(t *testing.T) {
 		mode   mode
 		filter envoy.ExtProc
 		opts   []extproc.Option
-		closes []string // the phases at which Envoy has closed the stream
+		closes []string // the phases at which Envoy has closed the stream, since 1.37
 		runsOn bool     // the request, when it was evicted
 	}{
 		{name: "response-side-off", mode: off, closes: both},
@@ -322,7 +345,7 @@ func TestConfigurations(t *testing.T) {
 				c.enough = len(events(3))
 				w.start(t.Context(), c)
 				c.must(t, ph.reached(x.mode)...)
-				if slices.Contains(x.closes, ph.name) {
+				if slices.Contains(x.closes, ph.name) && !is(p.envoy, "1.36") {
 					c.must(t, observed)
 				}
 				vs, err := w.evict(c)

@@ -213,8 +213,8 @@ func (c *call) fits() bool {
 	case extproc.AnswerEvent:
 		return c.reply.err != nil && event && boundary
 	case extproc.AnswerReset:
-		// See TestWholeResponse for those that are not.
-		return c.reply.err != nil && !event || c.reply.status == 429 && c.isSet(backendDone) && c.served == nil
+		// See TestWholeResponse, and TestBusyServer for Envoy 1.39, for those that are not.
+		return c.reply.err != nil && !event || c.reply.status == 429 && (is(c.path.envoy, "1.39") || c.isSet(backendDone) && c.served == nil)
 	}
 	return false
 }

@@ -57,6 +57,15 @@ var (
 
 func (m mode) String() string { return cmp.Or(string(m.ResponseBody), string(envoy.None)) }
 
+// buffers reports whether Envoy withholds a body until it is complete, if it is small.
+func (m mode) buffers() bool {
+	return m.ResponseBody == envoy.Buffered || m.ResponseBody == envoy.BufferedPartial
+}
+
+// keeps reports whether Envoy needs the ext_proc stream until the response's end. Else
+// it ends the stream early, since 1.37.
+func (m mode) keeps() bool { return m.ResponseBody != "" || m.ResponseTrailers == envoy.Send }
+
 // proto returns m as the fake takes it.
 func (m mode) proto() *filterpb.ProcessingMode {
 	headers := func(h envoy.HeaderMode) filterpb.ProcessingMode_HeaderSendMode {
@@ -74,6 +83,7 @@ func (m mode) proto() *filterpb.ProcessingMode {
 
 // A setup is what worlds differ in. Its zero fields have defaults.
 type setup struct {
+	bin          string // the Envoy: ENVOY_BIN
 	mode         mode
 	filter       envoy.ExtProc // its address, mode and timeout are the world's
 	adopt        adoption
@@ -100,6 +110,7 @@ type world struct {
 // A path is a way from a client to the backend.
 type path struct {
 	name   string // h1, h2 or fake
+	envoy  string // its version, "" for the fake
 	client *http.Client
 	url    string
 	reset  func(error) bool // whether a client that gets this error reading a body saw a reset
@@ -158,10 +169,11 @@ func listen(t testing.TB) net.Listener {
 // envoy returns the paths through a real Envoy.
 func (w *world) envoy(s setup, extProc, upstream string) []*path {
 	w.Helper()
-	bin, err := envoy.Find()
-	if err != nil {
-		w.Fatal(err)
+	bin := s.bin
+	if bin == "" {
+		bin = found(w)
 	}
+	version := versionOf(w, bin)
 	filter := s.filter
 	filter.Address, filter.Mode, filter.MessageTimeout = extProc, envoy.ProcessingMode(s.mode), messageTimeout
 	if s.delayedClose == nil {
@@ -210,12 +222,16 @@ func (w *world) envoy(s setup, extProc, upstream string) []*path {
 		w.Cleanup(tr.CloseIdleConnections)
 		return &http.Client{Transport: tr}
 	}
+	code := "INTERNAL_ERROR" // of RST_STREAM
+	if is(version, "1.36") {
+		code = "NO_ERROR"
+	}
 	return []*path{
-		{name: "h1", url: e.URL(), log: log, passed: passed, client: client(false), reset: func(err error) bool {
+		{name: "h1", envoy: version, url: e.URL(), log: log, passed: passed, client: client(false), reset: func(err error) bool {
 			return err == io.ErrUnexpectedEOF // the connection was closed without a last chunk
 		}},
-		{name: "h2", url: e.URL(), log: log, passed: passed, client: client(true), reset: func(err error) bool {
-			return err != nil && strings.HasSuffix(err.Error(), "; INTERNAL_ERROR; received from peer") // RST_STREAM
+		{name: "h2", envoy: version, url: e.URL(), log: log, passed: passed, client: client(true), reset: func(err error) bool {
+			return err != nil && strings.HasSuffix(err.Error(), "; "+code+"; received from peer")
 		}},
 	}
 }
