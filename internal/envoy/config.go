@@ -42,6 +42,7 @@ type ExtProc struct {
 	AllowModeOverride        bool
 	DisableImmediateResponse bool
 	ObservabilityMode        bool
+	UpstreamFilter           bool // in the upstream's cluster, behind the router: each try has a stream of its own
 	// ReceivingNamespaces are those in which the server may set dynamic metadata.
 	// The access log shows them in [Entry.Metadata].
 	ReceivingNamespaces []string
@@ -92,12 +93,25 @@ type Upstream struct {
 var configText string
 
 var configTemplate = template.Must(template.New("config").Funcs(template.FuncMap{
-	"duration":       formatDuration,
-	"endpointHeader": func() string { return EndpointHeader },
-	"json":           formatJSON,
-	"namespaces":     namespaces,
-	"socketAddress":  socketAddress,
+	"duration":        formatDuration,
+	"endpointHeader":  func() string { return EndpointHeader },
+	"json":            formatJSON,
+	"namespaces":      namespaces,
+	"numbered":        func(i int, p ExtProc) numbered { return numbered{i, p} },
+	"socketAddress":   socketAddress,
+	"upstreamFilters": upstreamFilters,
 }).Parse(configText))
+
+// A numbered filter is one with its place in Config.ExtProc.
+type numbered struct {
+	N int
+	ExtProc
+}
+
+// upstreamFilters reports whether any filter is in the upstream's cluster.
+func upstreamFilters(c Config) bool {
+	return slices.ContainsFunc(c.ExtProc, func(p ExtProc) bool { return p.UpstreamFilter })
+}
 
 // Render returns c as an Envoy configuration in YAML. Listener and admin have port 0,
 // and the access log is relative to the directory Envoy runs in. It fails on what is

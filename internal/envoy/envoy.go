@@ -55,7 +55,8 @@
 //	observability_mode: false
 //
 // These are the defaults and must stay. The first turns an eviction into a 500 or,
-// together with failure_mode_allow, into nothing; the second ignores it.
+// together with failure_mode_allow, into nothing (but in FULL_DUPLEX_STREAMED into a 500
+// all the same); the second ignores it.
 //
 // In the http_connection_manager:
 //
