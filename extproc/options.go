@@ -211,10 +211,13 @@ func (a Answer) String() string {
 // An Effect is what is known to have come of an abort's answer. None of them says that
 // the engine has freed anything.
 //
-// One case looks like EffectEnded and is not: with response body mode NONE, if the whole
-// response reached Envoy before the reply to its headers, Envoy ends the stream with
-// code Canceled by itself, and an answer that came too late for it changes nothing (seen
-// on Envoy 1.40: 59 of 60 in a directed test, 3 to 6 of 200 random evictions).
+// Where Envoy ends the stream with code Canceled for a reason of its own, an answer that
+// came too late for it looks like EffectEnded and is not. That is so with response body
+// mode NONE if the whole response reached Envoy before the reply to its headers (seen on
+// Envoy 1.40: 59 of 60 in a directed test, 3 to 6 of 200 random evictions); behind a filter
+// with disable_immediate_response (see [Obstacle]); just after Envoy's own 504; and, since
+// 1.37, if another ext_proc filter is shown the answer and does not reply: the upstream is
+// reset, but the client waits for that filter's message_timeout and gets a 504.
 type Effect uint8
 
 const (
