@@ -138,6 +138,7 @@ type Progress struct {
 	Start         time.Time // when New was called
 	FirstChunk    time.Time // zero before the first chunk of the response body
 	Chunks, Bytes int64
+	Unseen        bool // nobody will count chunks: there may be any number of them
 }
 
 // A Request describes a request to policies and logs. It is advice, never identity.

@@ -18,6 +18,7 @@ type Handle struct {
 	outcome Outcome
 	phase   Phase
 	closed  bool
+	unseen  bool          // see Owner.Unseen
 	done    chan struct{} // made when first asked for; closed by Owner.Close
 	hooks   []hook        // in the order they came; nil once settled
 	inline  [2]hook       // room for an Owner's hook and one index, without allocating
@@ -237,7 +238,7 @@ func (h *Handle) Progress() Progress {
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	return Progress{Phase: h.phase, Start: h.start, FirstChunk: h.chunk, Chunks: h.chunks, Bytes: h.bytes}
+	return Progress{Phase: h.phase, Start: h.start, FirstChunk: h.chunk, Chunks: h.chunks, Bytes: h.bytes, Unseen: h.unseen && h.chunks == 0}
 }
 
 // OnSettle has f called with the request's outcome, once: by the goroutine that
@@ -318,6 +319,15 @@ func (o *Owner) Count(chunks, bytes int) {
 	}
 	h.chunks += int64(chunks)
 	h.bytes += int64(bytes)
+}
+
+// Unseen says that the response body will pass without a call of Count, as far as the
+// Owner knows, so that policies don't wait for its first chunk.
+func (o *Owner) Unseen() {
+	h := &o.h
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.unseen = true
 }
 
 // Settle says that the request ended by itself, [Completed] or [Closed], and reports

@@ -524,6 +524,10 @@ func TestProgress(t *testing.T) {
 		time.Sleep(time.Second)
 		own.Count(0, 0)
 		check("nothing counted")
+		own.Unseen()
+		want.Unseen = true
+		check("unseen")
+		want.Unseen = false // it is seen after all
 		own.Advance(abort.Held)
 		want.Phase = abort.Held
 		own.Count(1, 10)

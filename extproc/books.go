@@ -81,6 +81,9 @@ func (s *Stream) received(req *extprocpb.ProcessingRequest) {
 	}
 	if c := req.GetProtocolConfig(); c != nil { // the first message
 		s.facts.setMode(c.GetResponseBodyMode())
+		if c.GetResponseBodyMode() == filterpb.ProcessingMode_NONE {
+			s.own.Unseen() // unless a mode_override is honoured: then chunks come
+		}
 		s.facts.set(uint32(c.GetRequestBodyMode())&modeMask<<modeShift | configured)
 	}
 	switch r := req.GetRequest().(type) {

@@ -437,3 +437,27 @@ func fetch(t *testing.T, proxy http.RoundTripper, ctx context.Context) (f fetche
 	b, err := io.ReadAll(resp.Body)
 	return fetched{Status: resp.StatusCode, Body: string(b), Reset: err != nil}
 }
+
+// TestUnseen checks in which modes nobody waits for the first chunk of a response.
+func TestUnseen(t *testing.T) {
+	for m, want := range map[filterpb.ProcessingMode_BodySendMode]bool{none: true, streamed: false, buffered: false, duplex: false} {
+		synctest.Test(t, func(t *testing.T) {
+			handles := make(chan *abort.Handle, 1)
+			st, wait := start(extproc.Handler(func(s *extproc.Stream) error {
+				handles <- handle(s)
+				for {
+					if _, err := s.Recv(); err != nil {
+						return err
+					}
+				}
+			}), 10)
+			st.Push(requestHeaders(m))
+			synctest.Wait()
+			if got := (<-handles).Progress().Unseen; got != want {
+				t.Errorf("%v: unseen %v, want %v", m, got, want)
+			}
+			st.HangUp()
+			wait()
+		})
+	}
+}
