@@ -2,6 +2,7 @@ package extevict_test
 
 import (
 	"go/build"
+	"os"
 	"os/exec"
 	"slices"
 	"strings"
@@ -15,7 +16,9 @@ const module = "github.com/extevict/extevict"
 // list runs go list and returns its lines.
 func list(t *testing.T, args ...string) []string {
 	t.Helper()
-	out, err := exec.Command("go", append([]string{"list"}, args...)...).Output()
+	cmd := exec.Command("go", append([]string{"list"}, args...)...)
+	cmd.Env = append(os.Environ(), "GOWORK=off") // of this module alone
+	out, err := cmd.Output()
 	if err != nil {
 		t.Fatalf("go list %v: %v", args, err)
 	}
@@ -37,6 +40,8 @@ func TestImports(t *testing.T) {
 		{"evictor", []string{module + "/abort"}},
 		{"extproc", []string{module + "/abort", controlPlane, grpc, protobuf}},
 		{"extproc/extproctest", []string{controlPlane, grpc, protobuf}},
+		{"flowcontrol", []string{module + "/abort", module + "/evictor", module + "/internal/policy"}},
+		{"internal/policy", nil},
 		{"internal/engine", nil},
 		{"internal/envoy", nil},
 	} {
