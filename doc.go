@@ -8,6 +8,8 @@
 //   - [github.com/extevict/extevict/abort] is the handle of one request, in which the two
 //     meet: its one outcome, the Registry that finds it by id, the Aborter that you can
 //     implement.
+//   - [github.com/extevict/extevict/flowcontrol] decides how many end, when, and for whom:
+//     admission to endpoints of finite capacity, with preemption.
 //   - [github.com/extevict/extevict/extproc/extproctest] is a strict fake of Envoy for your
 //     tests.
 //

@@ -30,14 +30,15 @@ type engineServer struct {
 	close  func()
 }
 
-// startEngine starts an engine that is full with so many requests, and tells onEnd of
-// the end of each.
+// startEngine starts an engine that runs so many requests at once, and tells onEnd of the
+// end of each. Its KV cache has a quarter more than they need in the end: what is short
+// here are places in the batch.
 func startEngine(requests, tokens int, onEnd func(engine.End)) (*engineServer, error) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		return nil, err
 	}
-	blocks := requests*kvBlocks(batchPrompt, tokens) + kvBlocks(urgentPrompt, urgentTokens)
+	blocks := (requests*kvBlocks(batchPrompt, tokens) + kvBlocks(urgentPrompt, urgentTokens)) * 5 / 4
 	e := engine.NewServer(engine.Config{BlockSize: blockSize, Blocks: blocks, MaxSeqs: requests, OnEnd: onEnd})
 	server := &http.Server{Handler: e}
 	go server.Serve(l) // ends with server.Close
@@ -55,6 +56,9 @@ type sample struct {
 	preemptions      int     // by the engine itself, so far
 	err              error   // why there is none
 }
+
+// tokens returns how many fit into its KV cache.
+func (e *engineServer) tokens() int64 { return int64(e.blocks) * blockSize }
 
 // scrape reads /metrics every two milliseconds into ch, until ctx is done or it fails.
 func (e *engineServer) scrape(ctx context.Context, ch chan<- sample) {

@@ -24,8 +24,14 @@ type mode struct{ name, body string }
 var modes = []mode{
 	{"full-duplex", "FULL_DUPLEX_STREAMED"}, // the picker can add the error event
 	{"streamed", "STREAMED"},
-	{"trailers", "NONE"}, // no message at all while the response streams
+	{"trailers", "NONE"}, // no message at all while the response streams: the Pool guesses at its progress
 }
+
+// messageTimeout is the filter's message_timeout. A request that waits for room holds the
+// reply to its headers, so this must be more than anybody is to wait; Envoy's default of
+// 200 ms would answer them all with a 504. Only in a direction whose body mode is
+// FULL_DUPLEX_STREAMED there is no such timer, and requests have none here.
+const messageTimeout = 2 * time.Minute
 
 // A gateway is a running proxy in front of the engine.
 type gateway struct {
@@ -61,8 +67,9 @@ func startEnvoy(ctx context.Context, bin string, m mode, picker extprocpb.Extern
 	}
 	e, err := envoy.Start(ctx, bin, envoy.Config{
 		ExtProc: []envoy.ExtProc{{
-			Address: addr.String(),
-			Mode:    envoy.ProcessingMode{ResponseBody: envoy.BodyMode(m.body), ResponseTrailers: envoy.Send},
+			Address:        addr.String(),
+			Mode:           envoy.ProcessingMode{ResponseBody: envoy.BodyMode(m.body), ResponseTrailers: envoy.Send},
+			MessageTimeout: messageTimeout,
 		}},
 		Upstream: envoy.Upstream{ByHeader: true},
 	})
@@ -96,7 +103,7 @@ func startInProcess(m mode, picker extprocpb.ExternalProcessorServer) (*gateway,
 						ResponseBodyMode:    filterpb.ProcessingMode_BodySendMode(filterpb.ProcessingMode_BodySendMode_value[m.body]),
 						ResponseTrailerMode: filterpb.ProcessingMode_SEND,
 					},
-					MessageTimeout: durationpb.New(10 * time.Second),
+					MessageTimeout: durationpb.New(messageTimeout),
 				},
 			},
 			FlushInterval: -1, // at once

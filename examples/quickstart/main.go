@@ -51,8 +51,8 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 		f.PrintDefaults()
 		fmt.Fprint(stderr, "\nThe exit code is 0 if all happened as told, 1 if not, 2 for bad flags.\n")
 	}
-	f.IntVar(&o.requests, "requests", 8, "how many batch requests there are, 2 to 32: as many as the engine runs at once")
-	f.IntVar(&o.tokens, "tokens", 500, "how many tokens each of them generates, 50 to 2000")
+	f.IntVar(&o.requests, "requests", 8, "how many batch requests there are, 2 to 16: as many as the engine runs at once")
+	f.IntVar(&o.tokens, "tokens", 500, "how many tokens each of them generates, 100 to 2000")
 	name := f.String("mode", modes[0].name, "what the gateway shows the picker of a response:\nfull-duplex (response_body_mode FULL_DUPLEX_STREAMED: the victim's client gets an error event),\nstreamed (STREAMED: it gets one if the picker owes a reply just then), or trailers (NONE: nothing while it streams, the cheapest)")
 	f.StringVar(&o.gateway, "gateway", "auto", "envoy (the binary that $ENVOY_BIN names, or envoy on $PATH), in-process (a fake of it),\nor auto: envoy if there is one, else in-process")
 	f.StringVar(&o.admin, "admin", "", "serve the admin endpoint of examples/admin on this loopback `address`, such as 127.0.0.1:9003,\nas long as it runs: /requests lists what is in flight")
@@ -68,10 +68,10 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 	switch {
 	case f.NArg() > 0:
 		err = fmt.Errorf("unexpected argument %q", f.Arg(0))
-	case o.requests < 2 || o.requests > 32:
-		err = errors.New("-requests must be 2 to 32")
-	case o.tokens < 50 || o.tokens > 2000:
-		err = errors.New("-tokens must be 50 to 2000")
+	case o.requests < 2 || o.requests > 16:
+		err = errors.New("-requests must be 2 to 16")
+	case o.tokens < 100 || o.tokens > 2000:
+		err = errors.New("-tokens must be 100 to 2000")
 	case o.mode == mode{}:
 		err = fmt.Errorf("-mode: there is no %q", *name)
 	case o.gateway != "auto" && o.gateway != "envoy" && o.gateway != "in-process":
@@ -119,7 +119,7 @@ func tell(ctx context.Context, o options, out *screen) (err error) {
 	}
 	defer s.engine.close()
 
-	s.picker = &picker{endpoint: s.engine.addr, priorities: map[string]int{batchKey: batchPriority, urgentKey: urgentPriority}}
+	s.picker = &picker{priorities: map[string]int{batchKey: batchPriority, urgentKey: urgentPriority}}
 	var registry abort.Registry
 	server := s.picker.newServer(extproc.WithObserver(func(e extproc.Event) { s.settled <- e }), extproc.WithRegistry(&registry))
 	g, err := startGateway(ctx, o.gateway, o.mode, server)

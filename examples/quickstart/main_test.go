@@ -6,11 +6,13 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"net/http"
 	"os"
 	"regexp"
 	"runtime"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	corepb "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
@@ -19,6 +21,7 @@ import (
 
 	"github.com/extevict/extevict/abort"
 	"github.com/extevict/extevict/extproc"
+	"github.com/extevict/extevict/flowcontrol"
 	"github.com/extevict/extevict/internal/engine"
 	"github.com/extevict/extevict/internal/envoy"
 )
@@ -66,7 +69,8 @@ func TestStory(t *testing.T) {
 				}
 				for _, want := range []string{
 					`gateway +(Envoy|in process)`,
-					`picker +has 4 requests for 3 slots and evicts batch-3:\n +lowest priority \(-1\)`,
+					`picker +has no room for urgent yet:\n +for a request of priority 1 that has waited \S+:\n +evict nobody, evictions are off\n`,
+					`picker +evicts batch-3:\n +for a request of priority 1 that has waited \S+:\n +evict 1 on 127.0.0.1:\d+, whose place in the batch it needs.*:\n +priority -1, \d+ tokens, `,
 					`batch-3 +gets (an error event|a reset, after status 200)`,
 					`engine +ends it \(abort\)`,
 					`batch: complete +3 of 3 +2 of 3\n`,
@@ -119,23 +123,111 @@ func TestFlags(t *testing.T) {
 	}
 }
 
+// headers are those of a request with so many bytes.
+func headers(authorization, bytes string) *extprocpb.HttpHeaders {
+	return &extprocpb.HttpHeaders{Headers: &corepb.HeaderMap{Headers: []*corepb.HeaderValue{
+		{Key: "x-request-id", RawValue: []byte("id")},
+		{Key: "authorization", RawValue: []byte(authorization)},
+		{Key: "content-length", RawValue: []byte(bytes)},
+		{Key: envoy.EndpointHeader, RawValue: []byte("10.0.0.1:22")}, // for ourselves to decide
+	}}}
+}
+
 // TestPick checks whom the picker believes.
 func TestPick(t *testing.T) {
-	p := &picker{endpoint: "127.0.0.1:1", priorities: map[string]int{"a": -1, "b": 1}}
-	for authorization, want := range map[string]int{"Bearer a": -1, "Bearer b": 1, "Bearer c": math.MinInt, "": math.MinInt} {
+	const endpoint = "127.0.0.1:1"
+	p := &picker{priorities: map[string]int{"a": -1, "b": 1}}
+	p.newPool(flowcontrol.Endpoint{Name: endpoint, Capacity: 10_000})
+	for _, c := range []struct {
+		authorization, bytes string
+		priority             int
+		tokens               int64
+	}{
+		{"Bearer a", "403", -1, 100},
+		{"Bearer b", "0", 1, 0},
+		{"Bearer c", "", math.MinInt, 0},
+		{"", "a few", math.MinInt, 0},
+	} {
 		own, ctx := abort.New(t.Context())
 		defer own.Close()
-		resp := p.pick(ctx, &extprocpb.HttpHeaders{Headers: &corepb.HeaderMap{Headers: []*corepb.HeaderValue{
-			{Key: "x-request-id", RawValue: []byte("id")},
-			{Key: "authorization", RawValue: []byte(authorization)},
-			{Key: envoy.EndpointHeader, RawValue: []byte("10.0.0.1:22")}, // for ourselves to decide
-		}}})
-		if d := cmp.Diff([]abort.Request{{ID: "id", Priority: want, Endpoint: p.endpoint}}, own.Handle().Requests()); d != "" {
-			t.Errorf("%q: request (-want +got):\n%s", authorization, d)
+		resp, err := p.pick(ctx, headers(c.authorization, c.bytes))
+		if err != nil {
+			t.Fatalf("%q: %v", c.authorization, err)
 		}
-		h := resp.GetResponse().GetHeaderMutation().GetSetHeaders()[0]
-		if h.Header.Key != envoy.EndpointHeader || string(h.Header.RawValue) != p.endpoint || h.AppendAction != corepb.HeaderValueOption_OVERWRITE_IF_EXISTS_OR_ADD {
-			t.Errorf("%q: header %v, want %s overwritten with %s", authorization, h, envoy.EndpointHeader, p.endpoint)
+		want := []abort.Request{{ID: "id", Priority: c.priority, Tokens: c.tokens, Endpoint: endpoint}}
+		if d := cmp.Diff(want, own.Handle().Requests()); d != "" {
+			t.Errorf("%q: request (-want +got):\n%s", c.authorization, d)
+		}
+		h := resp.GetRequestHeaders().GetResponse().GetHeaderMutation().GetSetHeaders()[0]
+		if h.Header.Key != envoy.EndpointHeader || string(h.Header.RawValue) != endpoint || h.AppendAction != corepb.HeaderValueOption_OVERWRITE_IF_EXISTS_OR_ADD {
+			t.Errorf("%q: header %v, want %s overwritten with %s", c.authorization, h, envoy.EndpointHeader, endpoint)
+		}
+	}
+}
+
+// TestRefuse has the picker refuse requests, with one that runs and one that waits.
+func TestRefuse(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := &picker{priorities: map[string]int{"a": -1, "b": 1}}
+		p.newPool(flowcontrol.Endpoint{Name: "127.0.0.1:1", Capacity: 1000, Slots: 1}, flowcontrol.MaxWaiting(1))
+		ctx, cancel := context.WithCancelCause(t.Context())
+		left := errors.New("the client left")
+		if _, err := p.pick(ctx, headers("Bearer b", "400")); err != nil {
+			t.Fatal(err)
+		}
+		waits := make(chan error, 1)
+		go func() {
+			_, err := p.pick(ctx, headers("Bearer b", "400"))
+			waits <- err
+		}()
+		synctest.Wait()
+
+		for _, c := range []struct {
+			name, authorization, bytes string
+			want                       string
+		}{
+			{"too large", "Bearer b", "8000", `413 ""`},
+			{"overloaded", "Bearer a", "400", `429 "[1-9][0-9]?"`},
+		} {
+			resp, err := p.pick(ctx, headers(c.authorization, c.bytes))
+			answer := resp.GetImmediateResponse()
+			after := ""
+			for _, h := range answer.GetHeaders().GetSetHeaders() {
+				if h.Header.Key == "retry-after" {
+					after = string(h.Header.RawValue)
+				}
+			}
+			got := fmt.Sprintf("%d %q", answer.GetStatus().GetCode(), after)
+			if err != nil || !regexp.MustCompile("^"+c.want+"$").MatchString(got) {
+				t.Errorf("%s: status and Retry-After %s, error %v; want %s", c.name, got, err, c.want)
+			}
+		}
+		cancel(left)
+		if err := <-waits; err != left {
+			t.Errorf("the one that waited: error %v, want %v", err, left)
+		}
+	})
+}
+
+// TestTooLarge has a gateway answer a request that no endpoint can take.
+func TestTooLarge(t *testing.T) {
+	for _, gateway := range []string{"in-process", "envoy"} {
+		for _, m := range modes {
+			t.Run(gateway+"/"+m.name, func(t *testing.T) {
+				p := &picker{}
+				p.newPool(flowcontrol.Endpoint{Name: "127.0.0.1:1", Capacity: 1000})
+				g, err := startGateway(t.Context(), gateway, m, p.newServer())
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer g.close()
+				transport := &http.Transport{Protocols: newProtocols()}
+				defer transport.CloseIdleConnections()
+				r := &request{name: "large", prompt: 2000, max: 1}
+				if err := r.stream(t.Context(), &http.Client{Transport: transport}, g.url, func() {}); err != nil || r.status != http.StatusRequestEntityTooLarge {
+					t.Errorf("status %d, error %v; want %d", r.status, err, http.StatusRequestEntityTooLarge)
+				}
+			})
 		}
 	}
 }

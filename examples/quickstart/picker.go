@@ -2,39 +2,52 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"math"
 	"net"
+	"net/http"
+	"strconv"
 	"strings"
 	"sync/atomic"
 
 	corepb "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
 	filterpb "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/ext_proc/v3"
 	extprocpb "github.com/envoyproxy/go-control-plane/envoy/service/ext_proc/v3"
+	typepb "github.com/envoyproxy/go-control-plane/envoy/type/v3"
 	"google.golang.org/grpc"
 
-	"github.com/extevict/extevict/abort"
 	"github.com/extevict/extevict/evictor"
 	"github.com/extevict/extevict/extproc"
+	"github.com/extevict/extevict/flowcontrol"
 )
 
-// This is the file to copy. All that makes an ext_proc server evict is in newServer,
-// makeRoom and the call of TrackRequests.
+// This is the file to copy. All that makes an ext_proc server admit requests by priority
+// and evict is in newServer, newPool and the call of Admit; refuse puts its errors into
+// HTTP.
 
 // A picker is an endpoint picker: an ext_proc server that sends each request to an
-// engine. There is one engine here; when that is full, a request evicts one that
-// matters less.
+// engine. There is one engine here; when that is full, a request waits until there is
+// room, or evicts one that matters less.
 type picker struct {
 	extprocpb.UnimplementedExternalProcessorServer
-	endpoint   string         // ip:port of the engine
 	priorities map[string]int // by API key
-	slots      atomic.Int64   // how many requests the engine runs at once; 0: never evict
 	evictor    evictor.Evictor
+	pool       atomic.Pointer[flowcontrol.Pool] // each act has its own; yours has one for good
 }
 
 // newServer returns p as a server whose requests can be evicted.
 func (p *picker) newServer(opts ...extproc.Option) extprocpb.ExternalProcessorServer {
 	return extproc.Wrap(p, opts...)
+}
+
+// newPool has p admit requests to e from now on. Whoever scrapes e's metrics tells the
+// Pool by Observe.
+func (p *picker) newPool(e flowcontrol.Endpoint, opts ...flowcontrol.Option) *flowcontrol.Pool {
+	pool := flowcontrol.NewPool(&p.evictor, opts...) // evicts nobody unless EvictBelow is among opts
+	pool.SetEndpoint(e)
+	p.pool.Store(pool)
+	return pool
 }
 
 // listenAndServe serves the protocol that Envoy speaks, until the server is stopped.
@@ -64,7 +77,9 @@ func (p *picker) Process(st extprocpb.ExternalProcessor_ProcessServer) error {
 		resp := new(extprocpb.ProcessingResponse)
 		switch r := req.Request.(type) {
 		case *extprocpb.ProcessingRequest_RequestHeaders:
-			resp.Response = &extprocpb.ProcessingResponse_RequestHeaders{RequestHeaders: p.pick(st.Context(), r.RequestHeaders)}
+			if resp, err = p.pick(st.Context(), r.RequestHeaders); err != nil {
+				return err
+			}
 		case *extprocpb.ProcessingRequest_ResponseHeaders:
 			resp.Response = &extprocpb.ProcessingResponse_ResponseHeaders{ResponseHeaders: new(extprocpb.HeadersResponse)}
 		case *extprocpb.ProcessingRequest_ResponseBody:
@@ -80,8 +95,9 @@ func (p *picker) Process(st extprocpb.ExternalProcessor_ProcessServer) error {
 	}
 }
 
-// pick names the endpoint of a request and makes room for it there.
-func (p *picker) pick(ctx context.Context, h *extprocpb.HttpHeaders) *extprocpb.HeadersResponse {
+// pick waits until there is room for a request, and names the endpoint where it is. Until
+// then Envoy waits for its reply, which the filter's message_timeout must allow.
+func (p *picker) pick(ctx context.Context, h *extprocpb.HttpHeaders) (*extprocpb.ProcessingResponse, error) {
 	// The priority follows from who the client is, not from what it says: a client that
 	// could name its own priority would never be evicted, and would evict others at
 	// will. So never read it from a header, unless your gateway overwrites that header in
@@ -91,29 +107,48 @@ func (p *picker) pick(ctx context.Context, h *extprocpb.HttpHeaders) *extprocpb.
 	if !known {
 		priority = math.MinInt
 	}
-	p.makeRoom(ctx, priority)
 
-	// From here to its end the request may be evicted itself.
-	p.evictor.TrackRequests(ctx, abort.Request{ID: header(h, "x-request-id"), Priority: priority, Endpoint: p.endpoint})
-
-	return &extprocpb.HeadersResponse{Response: &extprocpb.CommonResponse{HeaderMutation: &extprocpb.HeaderMutation{
-		SetHeaders: []*corepb.HeaderValueOption{{
-			Header:       &corepb.HeaderValue{Key: "x-gateway-destination-endpoint", RawValue: []byte(p.endpoint)},
-			AppendAction: corepb.HeaderValueOption_OVERWRITE_IF_EXISTS_OR_ADD, // whatever the client sent
+	// From here to its end the request may be evicted itself. Its end, whichever it is,
+	// gives the room back.
+	lease, err := p.pool.Load().Admit(ctx, flowcontrol.Request{ID: header(h, "x-request-id"), Priority: priority, Tokens: promptTokens(h)})
+	if err != nil {
+		return refuse(err)
+	}
+	return &extprocpb.ProcessingResponse{Response: &extprocpb.ProcessingResponse_RequestHeaders{RequestHeaders: &extprocpb.HeadersResponse{
+		Response: &extprocpb.CommonResponse{HeaderMutation: &extprocpb.HeaderMutation{
+			SetHeaders: []*corepb.HeaderValueOption{{
+				Header:       &corepb.HeaderValue{Key: "x-gateway-destination-endpoint", RawValue: []byte(lease.Endpoint())},
+				AppendAction: corepb.HeaderValueOption_OVERWRITE_IF_EXISTS_OR_ADD, // whatever the client sent
+			}},
 		}},
-	}}}
+	}}}, nil
 }
 
-// makeRoom evicts one request for one that matters more, if the engine is full by the
-// picker's own count. It is a policy to begin with: it doesn't wait until the capacity
-// is back, doesn't ask how much is needed, and evicts again for each arrival.
-func (p *picker) makeRoom(ctx context.Context, priority int) {
-	if slots := int(p.slots.Load()); slots == 0 || p.evictor.Len() < slots {
-		return
+// refuse answers a request that was not admitted. An error is of one that is over: its
+// client has left, or somebody has aborted it while it waited.
+func refuse(err error) (*extprocpb.ProcessingResponse, error) {
+	answer := &extprocpb.ImmediateResponse{Body: []byte(err.Error()), Details: "not_admitted"}
+	if e, ok := errors.AsType[*flowcontrol.OverloadedError](err); ok {
+		answer.Status = &typepb.HttpStatus{Code: http.StatusTooManyRequests}
+		answer.Headers = &extprocpb.HeaderMutation{SetHeaders: []*corepb.HeaderValueOption{{
+			Header: &corepb.HeaderValue{Key: "retry-after", RawValue: strconv.AppendInt(nil, int64(e.RetryAfter.Seconds()), 10)},
+		}}}
+	} else if errors.Is(err, flowcontrol.ErrInfeasible) { // if your endpoints come and go: 503 while there are none
+		answer.Status = &typepb.HttpStatus{Code: http.StatusRequestEntityTooLarge}
+	} else {
+		return nil, err
 	}
-	// It fails only if an Aborter does, of which there is none here, or with ctx: then
-	// there is nobody left to make room for.
-	p.evictor.Evict(ctx, evictor.Demand{N: 1, Below: priority, Endpoint: p.endpoint, Reason: abort.Preempted})
+	return &extprocpb.ProcessingResponse{Response: &extprocpb.ProcessingResponse_ImmediateResponse{ImmediateResponse: answer}}, nil
+}
+
+// promptTokens guesses how many tokens a prompt has, from the bytes of the body that
+// this server doesn't see. 0 is unknown.
+func promptTokens(h *extprocpb.HttpHeaders) int64 {
+	bytes, err := strconv.ParseInt(header(h, "content-length"), 10, 64)
+	if err != nil {
+		return 0
+	}
+	return bytes / 4
 }
 
 // pass lets a part of the response's body through. In FULL_DUPLEX_STREAMED the client

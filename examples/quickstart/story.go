@@ -4,11 +4,14 @@ import (
 	"context"
 	"fmt"
 	"net/http"
+	"slices"
+	"strings"
 	"sync"
 	"time"
 
 	"github.com/extevict/extevict/abort"
 	"github.com/extevict/extevict/extproc"
+	"github.com/extevict/extevict/flowcontrol"
 	"github.com/extevict/extevict/internal/engine"
 )
 
@@ -37,6 +40,7 @@ type act struct {
 	sent     int
 	full     sample   // the last before the urgent request was sent
 	samples  []sample // all
+	evicts   []flowcontrol.Decision
 
 	// The three ends of a request, by its name.
 	clients map[string]*request
@@ -79,7 +83,22 @@ func (a *act) due() *request {
 
 // over reports whether all is known of each request.
 func (a *act) over() bool {
+	for _, e := range a.streams {
+		if e.Outcome == abort.Aborted && a.decision(e.Handle) == nil {
+			return false
+		}
+	}
 	return min(len(a.clients), len(a.engines), len(a.streams)) == len(a.requests)
+}
+
+// decision returns the one to evict h, or nil.
+func (a *act) decision(h *abort.Handle) *flowcontrol.Decision {
+	for i := range a.evicts {
+		if slices.ContainsFunc(a.evicts[i].Victims, func(v flowcontrol.Victim) bool { return v.Handle == h }) {
+			return &a.evicts[i]
+		}
+	}
+	return nil
 }
 
 // play plays an act. Its goroutine is the only one that knows what goes on: the others
@@ -92,11 +111,18 @@ func (s *story) play(ctx context.Context, title string, evict bool) (*act, error
 	defer others.Wait()
 	defer cancel()
 
-	slots := 0
+	decisions := make(chan flowcontrol.Decision)
+	opts := []flowcontrol.Option{flowcontrol.WithObserver(func(d flowcontrol.Decision) {
+		select {
+		case decisions <- d:
+		case <-ctx.Done():
+		}
+	})}
 	if evict {
-		slots = s.requests
+		opts = append(opts, flowcontrol.EvictBelow(0))
 	}
-	s.picker.slots.Store(int64(slots))
+	pool := s.picker.newPool(flowcontrol.Endpoint{Name: s.engine.addr, Slots: s.requests, Capacity: s.engine.tokens()}, opts...)
+	var observed time.Time
 
 	a := s.newAct()
 	s.out.act(title)
@@ -116,6 +142,21 @@ func (s *story) play(ctx context.Context, title string, evict bool) (*act, error
 			}
 			a.samples = append(a.samples, m)
 			s.out.engine(m, s.requests)
+			if m.at.Sub(observed) >= 50*time.Millisecond { // more is of no use
+				observed = m.at
+				pool.Observe(s.engine.addr, flowcontrol.Sample{Used: int64(m.kv * float64(s.engine.tokens())), At: m.at})
+			}
+		case d := <-decisions:
+			if !d.Evicts() {
+				s.tellDecision(time.Now(), "has no room for "+d.For.ID+" yet", &d)
+				break
+			}
+			a.evicts = append(a.evicts, d)
+			for _, v := range d.Victims {
+				for _, r := range v.Handle.Requests() {
+					s.tellEviction(a, r.ID)
+				}
+			}
 		case r := <-reports:
 			if !r.end {
 				s.tellFirst(a, r.request)
@@ -180,16 +221,26 @@ func (s *story) tellEnd(a *act, r *request) {
 	}
 }
 
-// tellEviction tells of a victim once all is known of it: the three ends come within
-// milliseconds, in any order.
+// tellDecision tells what the picker's Pool has decided, and why.
+func (s *story) tellDecision(at time.Time, what string, d *flowcontrol.Decision) {
+	s.out.say(at, "picker", "%s:", what)
+	for part := range strings.SplitAfterSeq(d.String(), ": ") {
+		s.out.more("%s", strings.TrimSpace(part))
+	}
+}
+
+// tellEviction tells of a victim once all is known of it: the decision and the
+// three ends come within milliseconds, in any order.
 func (s *story) tellEviction(a *act, id string) {
 	client, stream, end := a.clients[id], a.streams[id], a.engines[id]
 	if client == nil || stream.Outcome != abort.Aborted || end.At.IsZero() {
 		return
 	}
-	s.out.say(stream.Settled, "picker", "has %d requests for %d slots and evicts %s:", len(a.requests), s.requests, id)
-	s.out.more("lowest priority (%d), and the latest, so least work is lost:", described(stream).Priority)
-	s.out.more("%s old, %d of %d tokens", ms(stream.Settled.Sub(client.sent)), client.received.Load(), client.max)
+	d := a.decision(stream.Handle)
+	if d == nil {
+		return
+	}
+	s.tellDecision(stream.Settled, "evicts "+id, d)
 	if client.event == (apiError{}) {
 		s.out.say(client.end, id, "gets a reset, after status %d and %d bytes:", client.status, client.bytes)
 	} else {
