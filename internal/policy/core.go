@@ -25,7 +25,8 @@ type Core struct {
 	lowered time.Duration
 	evicted bool
 
-	step Step
+	step  Step
+	ready []*endpoint // buffer of pass.open
 }
 
 // New returns a Core without endpoints. It panics if c makes no sense.
@@ -485,7 +486,7 @@ func (c *Core) lower(now time.Duration) {
 	const (
 		every = 500 * time.Millisecond
 		depth = 0.25
-		by    = 0.91
+		by    = 0.89
 	)
 	if !c.cfg.has(AIMD) || c.evicted && now-c.lowered < every {
 		return

@@ -109,7 +109,8 @@ func (c *Core) candidates(now time.Duration, e *endpoint) *cover {
 		remaining := c.answers.remaining(r.generated)
 		protect := min(max(1+1/(0.05+remaining/float64(r.generated+20)), 1), 10)
 		work := workPrefill*prefilled + workDecode*float64(r.generated)
-		tokens, cost := e.gamma*float64(r.tokens), (workBase+work*protect)*again*again
+		hurt := workPrefill*prefilled + hurtDecode*float64(r.generated)
+		tokens, cost := e.gamma*float64(r.tokens), (workBase+hurt*protect)*again*again
 		cs = append(cs, candidate{r: r, priority: r.Priority, seq: r.seq, tokens: tokens, work: workBase + work, cost: cost, rate: cost / tokens})
 	}
 	e.cover.candidates = cs

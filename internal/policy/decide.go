@@ -86,6 +86,11 @@ func (p *pass) place(r *Request) bool {
 		p.refuse(r, p.blockedWhy, nil, nil)
 		return true
 	}
+	if p.cfg.has(LateBinding) {
+		if feasible = p.open(feasible); len(feasible) == 0 {
+			return true
+		}
+	}
 	if e := p.best(r, feasible); e != nil {
 		p.unhold(r)
 		if late := p.lateness(e, r); late > 0 && p.cfg.has(Relief) {
@@ -98,6 +103,25 @@ func (p *pass) place(r *Request) bool {
 		return true // its room is coming
 	}
 	return p.makeRoom(r, feasible)
+}
+
+// open returns those of es to which an urgent request may be sent now: where little prefill
+// stands before it; if that is nowhere, all of them; and none if it would only queue wherever it
+// went, behind what can't be recalled. It waits here then, can still go where first tokens come
+// sooner than was forecast, and what it needs may come free by itself.
+func (p *pass) open(es []*endpoint) []*endpoint {
+	p.ready = p.ready[:0]
+	firm := true
+	for _, e := range es {
+		if e.backlog(p.now) <= soon*float64(p.cfg.Chunk) {
+			p.ready = append(p.ready, e)
+		}
+		firm = firm && e.firmBacklog(p.now) > ahead*float64(p.cfg.Chunk)
+	}
+	if len(p.ready) == 0 && !firm {
+		return es
+	}
+	return p.ready
 }
 
 // feasible returns the endpoints where r can run.

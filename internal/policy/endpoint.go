@@ -76,6 +76,18 @@ func (e *endpoint) backlog(now time.Duration) float64 {
 	return float64(e.backlogTokens) - e.headProgress(now)
 }
 
+// firmBacklog is the backlog that can't be recalled: that of requests that aren't sheddable.
+func (e *endpoint) firmBacklog(now time.Duration) (n float64) {
+	for i, r := range e.unstarted {
+		if r.Priority >= e.cfg.Sheddable {
+			if n += float64(r.Prompt); i == 0 {
+				n -= e.headProgress(now)
+			}
+		}
+	}
+	return n
+}
+
 // occupancy is the tokens that the endpoint holds or is going to, less what is due back.
 func (e *endpoint) occupancy() float64 {
 	return e.gamma*float64(e.activeTokens+e.reclaimTokens) + e.foreign + float64(e.holdTokens)

@@ -43,13 +43,14 @@ type Part uint16
 const (
 	Budget Part = 1 << iota // bound the work that evictions destroy
 	Breakers
-	LearnedLag // learn how long an engine takes to free what an abort ended
-	Hopeless   // don't evict for a request whose target an eviction cannot save
-	AIMD       // lower the ceiling of sheddable work after evictions
-	Optimistic // send a request to the engine while its victims end
-	Relief     // evict requests whose prefill stands before an urgent one
-	Observer   // correct the ledger by samples
-	Reprieve   // spare victims that others made redundant, or one larger makes all
+	LearnedLag  // learn how long an engine takes to free what an abort ended
+	Hopeless    // don't evict for a request whose target an eviction cannot save
+	AIMD        // lower the ceiling of sheddable work after evictions
+	Optimistic  // send a request to the engine while its victims end
+	Relief      // evict requests whose prefill stands before an urgent one
+	Observer    // correct the ledger by samples
+	LateBinding // let a request wait here rather than in an engine's queue
+	Reprieve    // spare victims that others made redundant, or one larger makes all
 )
 
 // Constants of the algorithm. Times are of the order of a request's round trips and
@@ -66,14 +67,17 @@ const (
 	breakAt       = 3                      // wedges, or evictions in a row without an effect, that open a breaker
 	maxEvictions  = 3                      // of one request's work
 	maxVain       = 16                     // requests in a pass for which victims are sought and not found
+	soon          = 3                      // chunks of prefill before a request, up to which an engine is good for it
+	ahead         = 4                      // the same, beyond which it waits here if it would everywhere, sheddable work apart
 	recheck       = 5 * time.Millisecond   // how often waiting requests are looked at if nothing happens
 
 	workBase    = 5.0   // ms that an eviction costs, however little it destroys
 	workPrefill = 0.025 // ms a token
 	workDecode  = 0.25  // ms a token
+	hurtDecode  = 0.75  // the same when victims are compared: a client has seen these tokens
 
-	budgetShare = 0.10 // of the endpoints' time may be destroyed
-	budgetBurst = 2000 // ms an endpoint
+	budgetShare = 0.05 // of the endpoints' time may be destroyed
+	budgetBurst = 1000 // ms an endpoint
 
 	maxTokens = 1 << 40 // of a prompt, an answer or an endpoint, so that sums of them are exact
 )

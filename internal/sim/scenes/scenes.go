@@ -297,7 +297,7 @@ func ablate(p *pool, t traces, seeds int) {
 	}{
 		{"nothing", 0}, {"budget", policy.Budget}, {"breakers", policy.Breakers}, {"learned lag", policy.LearnedLag},
 		{"hopeless", policy.Hopeless}, {"AIMD", policy.AIMD}, {"optimistic", policy.Optimistic}, {"relief", policy.Relief},
-		{"observer", policy.Observer}, {"reprieve", policy.Reprieve},
+		{"observer", policy.Observer}, {"late binding", policy.LateBinding}, {"reprieve", policy.Reprieve},
 	}
 	scenes := []scene{{name: "S2", what: "without"}, {name: "S3", what: "without"}}
 	all := make([]results, 2)
