@@ -6,16 +6,13 @@ import (
 	"time"
 )
 
-// candidate is a request that may be evicted.
+// candidate is a request that may be evicted, unless it was in this pass.
 type candidate struct {
 	r        *Request
-	priority int // of r; these two are here for speed
-	seq      uint64
 	tokens   float64 // that the endpoint gets back
-	work     float64 // ms of engine time that is lost
-	cost     float64 // work, weighted by how much it hurts
+	cost     float64 // ms of engine time, more for what hurts
 	rate     float64 // what a token costs
-	taken    bool
+	priority int     // of r
 }
 
 // cover is a choice of candidates that free enough.
@@ -23,11 +20,13 @@ type cover struct {
 	candidates []candidate // in no order
 	order      []int32     // of them, of one priority after the other, by what a token costs, as far as was needed
 	rest       []int32     // a heap of those that come later
-	left       float64     // tokens of those that aren't taken
+	heaped     bool        // rest is one
+	left       float64     // tokens of those that can still be taken
 	largest    float64     // tokens of one
-	chosen     []int       // places in order
+	chosen     []int32     // of them
 	tokens     float64
 	cost, work float64
+	head       float64 // tokens of the first prefill that are done
 }
 
 // before is the order of candidates.
@@ -38,20 +37,7 @@ func (a *candidate) before(b *candidate) bool {
 	case a.rate != b.rate:
 		return a.rate < b.rate
 	}
-	return a.seq > b.seq
-}
-
-// begin starts the order of the candidates.
-func (v *cover) begin() {
-	v.order, v.rest, v.left, v.largest = v.order[:0], v.rest[:0], 0, 0
-	for i := range v.candidates {
-		v.rest = append(v.rest, int32(i))
-		v.left += v.candidates[i].tokens
-		v.largest = max(v.largest, v.candidates[i].tokens)
-	}
-	for i := len(v.rest)/2 - 1; i >= 0; i-- {
-		v.sink(i)
-	}
+	return a.r.seq > b.r.seq
 }
 
 func (v *cover) sink(i int) {
@@ -74,6 +60,15 @@ func (v *cover) sink(i int) {
 
 // at returns the candidate at a place in order, or nil after the last.
 func (v *cover) at(place int) *candidate {
+	if !v.heaped {
+		v.heaped = true
+		for i := range v.candidates {
+			v.rest = append(v.rest, int32(i))
+		}
+		for i := len(v.rest)/2 - 1; i >= 0; i-- {
+			v.sink(i)
+		}
+	}
 	for len(v.order) <= place {
 		last := len(v.rest) - 1
 		if last < 0 {
@@ -93,29 +88,39 @@ func (c *Core) candidates(now time.Duration, e *endpoint) *cover {
 		return &e.cover
 	}
 	e.pass = c.pass
-	cs := e.cover.candidates[:0]
-	head := e.headProgress(now)
+	v := &e.cover
+	v.candidates, v.order, v.rest, v.heaped, v.left, v.largest = v.candidates[:0], v.order[:0], v.rest[:0], false, 0, 0
+	v.head = e.headProgress(now)
+	c.answers.index()
 	for _, r := range e.active {
 		if r.Priority >= c.cfg.Sheddable || r.Fixed || r.Evictions >= maxEvictions || now < r.spared || r.first && c.cfg.Unstarted {
 			continue
 		}
-		prefilled := 0.0
-		if r.first {
-			prefilled = float64(r.Prompt)
-		} else if r == e.unstarted[0] {
-			prefilled = head
-		}
+		protect := min(1+1/(0.05+c.answers.remaining(r.generated)/float64(r.generated+20)), 10)
 		again := float64(1 + r.Evictions)
-		remaining := c.answers.remaining(r.generated)
-		protect := min(max(1+1/(0.05+remaining/float64(r.generated+20)), 1), 10)
-		work := workPrefill*prefilled + workDecode*float64(r.generated)
-		hurt := workPrefill*prefilled + hurtDecode*float64(r.generated)
-		tokens, cost := e.gamma*float64(r.tokens), (workBase+hurt*protect)*again*again
-		cs = append(cs, candidate{r: r, priority: r.Priority, seq: r.seq, tokens: tokens, work: workBase + work, cost: cost, rate: cost / tokens})
+		tokens := e.gamma * float64(r.tokens)
+		cost := (workBase + (v.prefill(e, r)+hurtDecode*float64(r.generated))*protect) * again * again
+		v.candidates = append(v.candidates, candidate{r, tokens, cost, cost / tokens, r.Priority})
+		v.left += tokens
+		v.largest = max(v.largest, tokens)
 	}
-	e.cover.candidates = cs
-	e.cover.begin()
-	return &e.cover
+	return v
+}
+
+// prefill is what r's prefill has cost so far.
+func (v *cover) prefill(e *endpoint, r *Request) float64 {
+	switch {
+	case r.first:
+		return workPrefill * float64(r.Prompt)
+	case r == e.unstarted[0]:
+		return workPrefill * v.head
+	}
+	return 0
+}
+
+// lost is the engine time that is lost with a candidate.
+func (v *cover) lost(a *candidate) float64 {
+	return workBase + v.prefill(a.r.ep, a.r) + workDecode*float64(a.r.generated)
 }
 
 // choose fills e.cover with what frees tokens, and slots, on e for r, or reports that it can't
@@ -137,8 +142,8 @@ func (c *Core) choose(now time.Duration, e *endpoint, r *Request, tokens float64
 		if a == nil || a.priority >= r.Priority || v.tokens >= tokens && len(v.chosen) >= slots {
 			break
 		}
-		if !a.taken {
-			v.add(i)
+		if a.r.state == Active {
+			v.add(v.order[i])
 		}
 	}
 	if v.tokens < tokens || len(v.chosen) < slots {
@@ -153,12 +158,12 @@ func (c *Core) choose(now time.Duration, e *endpoint, r *Request, tokens float64
 
 func (v *cover) clear() { v.chosen, v.tokens, v.cost, v.work = v.chosen[:0], 0, 0, 0 }
 
-func (v *cover) add(i int) {
-	a := v.at(i)
+func (v *cover) add(i int32) {
+	a := &v.candidates[i]
 	v.chosen = append(v.chosen, i)
 	v.tokens += a.tokens
 	v.cost += a.cost
-	v.work += a.work
+	v.work += v.lost(a)
 }
 
 // spare drops the most expensive victims that are redundant.
@@ -166,18 +171,18 @@ func (v *cover) spare(tokens float64, slots int) {
 	for len(v.chosen) > slots {
 		worst, most := -1, 0.0
 		for n, i := range v.chosen {
-			if a := v.at(i); v.tokens-a.tokens >= tokens && a.cost >= most {
+			if a := &v.candidates[i]; v.tokens-a.tokens >= tokens && a.cost >= most {
 				worst, most = n, a.cost
 			}
 		}
 		if worst < 0 {
 			return
 		}
-		a := v.at(v.chosen[worst])
+		a := &v.candidates[v.chosen[worst]]
 		v.chosen = slices.Delete(v.chosen, worst, worst+1)
 		v.tokens -= a.tokens
 		v.cost -= a.cost
-		v.work -= a.work
+		v.work -= v.lost(a)
 	}
 }
 
@@ -187,17 +192,17 @@ func (v *cover) single(tokens float64, slots int) {
 	if slots > 1 || v.largest < tokens || len(v.chosen) == 1 && tokens > 0 {
 		return
 	}
-	best, least, highest := -1, v.cost, math.MinInt
+	best, least, highest := int32(-1), v.cost, math.MinInt
 	for _, i := range v.chosen {
-		highest = max(highest, v.at(i).priority)
+		highest = max(highest, v.candidates[i].priority)
 	}
 	for i := 0; ; i++ {
 		a := v.at(i)
 		if a == nil || a.priority > highest || a.priority == highest && a.rate*tokens >= least {
 			break // none, or all the rest cost more
 		}
-		if !a.taken && a.tokens >= tokens && a.cost < least {
-			best, least = i, a.cost
+		if a.r.state == Active && a.tokens >= tokens && a.cost < least {
+			best, least = v.order[i], a.cost
 		}
 	}
 	if best >= 0 {
@@ -211,30 +216,29 @@ func (v *cover) single(tokens float64, slots int) {
 func (c *Core) unstartedCover(now time.Duration, e *endpoint, r *Request, tokens float64, limit int) (saved float64) {
 	v := c.candidates(now, e)
 	v.clear()
-	head := e.headProgress(now)
 	left := func(a *candidate) float64 {
 		t := float64(a.r.Prompt)
 		if a.r == e.unstarted[0] {
-			t -= head
+			t -= v.head
 		}
 		return t
 	}
 	for saved < tokens && len(v.chosen) < limit {
-		best, least := -1, math.Inf(1)
-		for i := 0; v.at(i) != nil; i++ {
-			a := v.at(i)
-			if a.taken || a.r.first || a.priority >= r.Priority || slices.Contains(v.chosen, i) {
+		best, least := int32(-1), math.Inf(1)
+		for i := range v.candidates {
+			a := &v.candidates[i]
+			if a.r.first || a.r.state != Active || a.priority >= r.Priority || slices.Contains(v.chosen, int32(i)) {
 				continue
 			}
-			if rate := a.cost / (left(a) + 1); rate < least {
-				best, least = i, rate
+			if rate := a.cost / (left(a) + 1); rate < least || rate == least && best >= 0 && a.r.seq > v.candidates[best].r.seq {
+				best, least = int32(i), rate
 			}
 		}
 		if best < 0 {
 			break
 		}
 		v.add(best)
-		saved += left(v.at(best))
+		saved += left(&v.candidates[best])
 	}
 	return saved
 }

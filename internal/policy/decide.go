@@ -108,8 +108,12 @@ func (p *pass) place(r *Request) bool {
 // open returns those of es to which an urgent request may be sent now: where little prefill
 // stands before it; if that is nowhere, all of them; and none if it would only queue wherever it
 // went, behind what can't be recalled. It waits here then, can still go where first tokens come
-// sooner than was forecast, and what it needs may come free by itself.
+// sooner than was forecast, and what it needs may come free by itself. Where there is no choice
+// it would only give way to smaller ones.
 func (p *pass) open(es []*endpoint) []*endpoint {
+	if len(es) == 1 {
+		return es
+	}
 	p.ready = p.ready[:0]
 	firm := true
 	for _, e := range es {
@@ -383,15 +387,14 @@ func (p *pass) evict(r *Request, e *endpoint, why Why, need, coming float64, oth
 	r.why = why
 	p.step.Decisions = append(p.step.Decisions, d)
 	for _, i := range v.chosen {
-		a := v.at(i)
+		a := &v.candidates[i]
 		if a.r.state != Active {
 			continue // a leg of the one before
 		}
-		d.Victims = append(d.Victims, Victim{a.r, a.r.Priority, a.r.tokens, a.r.generated, p.now - a.r.dispatched, a.work})
+		d.Victims = append(d.Victims, Victim{a.r, a.r.Priority, a.r.tokens, a.r.generated, p.now - a.r.dispatched, v.lost(a)})
 		if p.cfg.DryRun {
 			continue
 		}
-		a.taken = true
 		v.left -= a.tokens
 		a.r.evicted = true
 		e.reclaim(p.now, a.r)

@@ -132,13 +132,15 @@ func Cover(items []Item, tokens float64, slots, limit, priority int) ([]Item, bo
 	e := &endpoint{pass: 1}
 	c.pass = 1
 	for i, it := range items {
-		e.cover.candidates = append(e.cover.candidates, candidate{priority: it.Priority, seq: uint64(i), tokens: it.Tokens, cost: it.Cost, rate: it.Cost / it.Tokens})
+		r := &Request{seq: uint64(i), state: Active, first: true, ep: e}
+		e.cover.candidates = append(e.cover.candidates, candidate{r, it.Tokens, it.Cost, it.Cost / it.Tokens, it.Priority})
+		e.cover.left += it.Tokens
+		e.cover.largest = max(e.cover.largest, it.Tokens)
 	}
-	e.cover.begin()
 	ok := c.choose(0, e, &Request{Priority: priority}, tokens, slots, limit)
 	var chosen []Item
 	for _, i := range e.cover.chosen {
-		a := e.cover.at(i)
+		a := e.cover.candidates[i]
 		chosen = append(chosen, Item{a.tokens, a.cost, a.priority})
 	}
 	return chosen, ok

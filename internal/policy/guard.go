@@ -96,8 +96,12 @@ type history struct {
 	n      int
 	sorted []int64
 	suffix []float64 // sums of sorted from each place on
+	tail   [256]float64
 	dirty  bool
 }
+
+// historyStep is how many tokens apart history.tail looks.
+const historyStep = 64
 
 func (h *history) add(tokens int64) {
 	oldest := &h.recent[h.n%len(h.recent)]
@@ -122,6 +126,9 @@ func (h *history) index() {
 	for i := len(h.sorted) - 1; i >= 0; i-- {
 		h.suffix[i] = h.suffix[i+1] + float64(h.sorted[i])
 	}
+	for i := range h.tail {
+		h.tail[i] = h.tailAt(int64(i*historyStep + historyStep/2))
+	}
 }
 
 // mean is how long an answer becomes.
@@ -133,12 +140,22 @@ func (h *history) mean() float64 {
 	return h.suffix[0] / float64(len(h.sorted))
 }
 
-// remaining is how much longer an answer becomes that has got so long.
+// remaining is how much longer an answer becomes that has got so long. The caller has called
+// index.
 func (h *history) remaining(generated int64) float64 {
-	h.index()
+	if i := generated / historyStep; i < int64(len(h.tail)) && len(h.sorted) > 0 {
+		return h.tail[i]
+	}
+	return unknownTail
+}
+
+// unknownTail is how much longer an answer becomes if next to none was as long before.
+const unknownTail = 100
+
+func (h *history) tailAt(generated int64) float64 {
 	i, _ := slices.BinarySearch(h.sorted, generated+1)
 	if n := len(h.sorted) - i; n >= 5 {
 		return h.suffix[i]/float64(n) - float64(generated)
 	}
-	return 100
+	return unknownTail
 }
