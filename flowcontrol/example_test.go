@@ -55,3 +55,36 @@ func ExamplePool_Admit() {
 	}
 	// Output: 413: no endpoint is large enough
 }
+
+// A scheduler with a queue and a gauge of its own asks what to evict when it can't dispatch.
+func ExampleReclaimer() {
+	ev := evictor.New()
+	for range 3 {
+		own, ctx := abort.New(context.Background()) // extproc.Wrap does this for each stream
+		defer own.Close()
+		ev.TrackRequests(ctx, abort.Request{Priority: -1, Tokens: 3000, Endpoint: "gpu-0"})
+	}
+	reclaimer := flowcontrol.NewReclaimer(ev, flowcontrol.EvictBelow(0), flowcontrol.DryRun())
+
+	decision, err := reclaimer.Reclaim(context.Background(), flowcontrol.Pressure{
+		Saturation: 0.9, Ceiling: 0.9, Sampled: time.Now(),
+		Waiting: []flowcontrol.Waiting{{Priority: 1, Tokens: 2000}},
+	})
+	fmt.Println(len(decision.Victims), "of", ev.Len(), "would be evicted;", err)
+	// Output: 1 of 3 would be evicted; <nil>
+}
+
+// What a Pool knows, for metrics.
+func ExamplePool_Status() {
+	pool := flowcontrol.NewPool(evictor.New(), flowcontrol.MaxWaiting(100), flowcontrol.Ceilings(0.95, 0.8), flowcontrol.Steps(16, 8192))
+	pool.SetEndpoint(flowcontrol.Endpoint{Name: "gpu-0", Capacity: 250_000})
+	lease, err := pool.Admit(context.Background(), flowcontrol.Request{Tokens: 999})
+	if err != nil {
+		return
+	}
+	defer lease.Release()
+	for _, e := range pool.Status().Endpoints {
+		fmt.Println(e.Name, e.Active, "runs,", e.Occupied, "of", e.Capacity, "tokens")
+	}
+	// Output: gpu-0 1 runs, 1008 of 250000 tokens
+}

@@ -1,6 +1,7 @@
 package extproctest_test
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -78,4 +79,19 @@ func Example() {
 	// the model stops
 	// 200 true
 	// 200 evicted
+}
+
+// The layer below Envoy: a test that sends the messages itself.
+func ExampleStream() {
+	st := extproctest.NewStream(context.Background(), 1)
+	done := make(chan error)
+	go func() { done <- st.Serve(picker{}) }()
+
+	st.Push(&extprocpb.ProcessingRequest{Request: &extprocpb.ProcessingRequest_RequestHeaders{}})
+	fmt.Printf("%T\n", (<-st.Replies()).Response)
+	st.HangUp()
+	fmt.Println(<-done)
+	// Output:
+	// *ext_procv3.ProcessingResponse_RequestHeaders
+	// <nil>
 }

@@ -84,12 +84,17 @@ type driver struct {
 
 func drive(t *testing.T, seed uint64, all *seen) uint64 {
 	t.Helper()
+	return driveFrom(t, rand.NewPCG(seed, 1), all)
+}
+
+func driveFrom(t *testing.T, src rand.Source, all *seen) uint64 {
+	t.Helper()
 	h := fnv.New64a()
 	if all == nil {
 		all = new(seen)
 	}
 	d := &driver{
-		t: t, rng: rand.New(rand.NewPCG(seed, 1)), log: h, seen: all,
+		t: t, rng: rand.New(src), log: h, seen: all,
 		homes: map[string]any{}, slots: map[string]int{}, at: map[string]time.Duration{},
 	}
 	d.cfg = policy.Config{Evict: d.chance(90), DryRun: d.chance(10), Unstarted: d.chance(10), Sheddable: 1}
@@ -178,7 +183,8 @@ func (d *driver) sample(n string) {
 		s.Used = s.Used * int64(50+d.rng.IntN(100)) / 100
 	}
 	good := d.core.Sample(d.now, n, s)
-	if bad := s.Used < 0 || s.At > d.now || s.At < 0 || s.Capacity < 0 || !slices.Contains(d.names, n) || d.at[n] > 0 && s.At <= d.at[n]; good && bad {
+	at, sampled := d.at[n]
+	if bad := s.Used < 0 || s.At > d.now || s.At < 0 || s.Capacity < 0 || !slices.Contains(d.names, n) || sampled && s.At <= at; good && bad {
 		d.t.Errorf("at %v a sample of %s is good: %+v", d.now, n, s)
 	}
 	if good {
@@ -436,7 +442,7 @@ func (d *driver) decision(fail func(string, ...any), x *policy.Decision, before 
 	if x.For.Priority < 1 {
 		fail("evicted for priority %d", x.For.Priority)
 	}
-	if !fresh[x.Endpoint] || d.at[x.Endpoint] == 0 {
+	if _, sampled := d.at[x.Endpoint]; !sampled || !fresh[x.Endpoint] {
 		fail("evicted on %s without evidence", x.Endpoint)
 	}
 	if open[x.Endpoint] && d.cfg.Without&policy.Breakers == 0 {

@@ -116,6 +116,14 @@ func TestSlices(t *testing.T) {
 func FuzzReadTrace(f *testing.F) {
 	f.Add("TIMESTAMP,ContextTokens,GeneratedTokens\n1,2,3\n")
 	f.Add(`{"timestamp": 1, "input_length": 2, "output_length": 3, "hash_ids": [1]}`)
+	for _, name := range []string{"azure-code.csv", "azure-conv.csv", "mooncake-conversation.jsonl"} {
+		text, err := os.ReadFile("testdata/" + name)
+		if err != nil {
+			f.Fatal(err)
+		}
+		lines := strings.SplitAfterN(string(text), "\n", 5)
+		f.Add(strings.Join(lines[:4], ""))
+	}
 	f.Fuzz(func(t *testing.T, text string) {
 		rs, err := sim.ReadTrace(strings.NewReader(text))
 		if err != nil {
