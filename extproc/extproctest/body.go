@@ -19,7 +19,7 @@ type body struct {
 	closed  chan struct{} // closed by Close
 	finish1 sync.Once
 	close1  sync.Once
-	onClose func() // called by the first Close
+	onClose func() // called by the first Close, before the writer sees it
 
 	rest    []byte       // the reader's
 	trailer *http.Header // where the reader puts the trailers at io.EOF
@@ -61,10 +61,10 @@ func (b *body) Read(p []byte) (int, error) {
 
 func (b *body) Close() error {
 	b.close1.Do(func() {
-		close(b.closed)
 		if b.onClose != nil {
 			b.onClose()
 		}
+		close(b.closed)
 	})
 	return nil
 }

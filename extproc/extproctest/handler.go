@@ -43,8 +43,8 @@ func (t handler) RoundTrip(req *http.Request) (*http.Response, error) {
 	w.body.trailer = &res.Trailer
 	res.Body = w.body
 	stop := context.AfterFunc(req.Context(), func() {
+		w.body.finish(req.Context().Err(), nil) // before h learns of it, whose return would make a normal end
 		cancel()
-		w.body.finish(req.Context().Err(), nil)
 	})
 	go func() { // ends when h returns
 		defer cancel()
