@@ -122,9 +122,10 @@ func (p *Pressure) order() []Waiting {
 //
 // A sample is stale if it has no time or a future one, is no number, negative, or older than
 // three usual periods, which are taken to be at most 2 s, or 250 ms; without a period known,
-// 1 s; neither is one of ten times the ceiling evidence. Who was evicted 3 times before is spared. No more work is destroyed than 10 % of the
-// endpoints' time, after 2 s of each. After 3 decisions in a row whose effect the gauge does
-// not show, or whose victims' streams don't end, nobody is evicted there for 30 s.
+// 1 s. Neither is one of ten times the ceiling evidence. Who was evicted 3 times before is
+// spared. No more work is destroyed than 10 % of the endpoints' time, after 2 s of each. After
+// 3 decisions in a row whose effect the gauge does not show, or whose victims' streams don't
+// end, nobody is evicted there for 30 s.
 //
 // If ctx is done nobody else is evicted, and the error is or has ctx's cause. The error also
 // joins those of Aborters; whom they spared is not chosen again for a second.
