@@ -42,6 +42,7 @@ func TestImports(t *testing.T) {
 		{"extproc/extproctest", []string{controlPlane, grpc, protobuf}},
 		{"flowcontrol", []string{module + "/abort", module + "/evictor", module + "/internal/policy"}},
 		{"internal/policy", nil},
+		{"internal/labels", nil},
 		{"internal/engine", nil},
 		{"internal/envoy", nil},
 	} {

@@ -69,7 +69,7 @@ type Alternative struct {
 }
 
 // Evicts reports whether the decision has victims.
-func (d *Decision) Evicts() bool { return len(d.Victims) > 0 }
+func (d Decision) Evicts() bool { return len(d.Victims) > 0 }
 
 // String returns the decision as a sentence.
 func (d Decision) String() string {

@@ -15,7 +15,7 @@ import (
 func ExamplePool() {
 	decided := make(chan flowcontrol.Decision, 1)
 	pool := flowcontrol.NewPool(evictor.New(),
-		flowcontrol.EvictBelow(0),
+		flowcontrol.WithEvictionBelow(0),
 		flowcontrol.WithObserver(func(d flowcontrol.Decision) { decided <- d }))
 	pool.SetEndpoint(flowcontrol.Endpoint{Name: "gpu-0", Capacity: 250_000, Slots: 1})
 
@@ -64,7 +64,7 @@ func ExampleReclaimer() {
 		defer own.Close()
 		ev.TrackRequests(ctx, abort.Request{Priority: -1, Tokens: 3000, Endpoint: "gpu-0"})
 	}
-	reclaimer := flowcontrol.NewReclaimer(ev, flowcontrol.EvictBelow(0), flowcontrol.DryRun())
+	reclaimer := flowcontrol.NewReclaimer(ev, flowcontrol.WithEvictionBelow(0), flowcontrol.WithDryRun())
 
 	decision, err := reclaimer.Reclaim(context.Background(), flowcontrol.Pressure{
 		Saturation: 0.9, Ceiling: 0.9, Sampled: time.Now(),
@@ -76,7 +76,7 @@ func ExampleReclaimer() {
 
 // What a Pool knows, for metrics.
 func ExamplePool_Status() {
-	pool := flowcontrol.NewPool(evictor.New(), flowcontrol.MaxWaiting(100), flowcontrol.Ceilings(0.95, 0.8), flowcontrol.Steps(16, 8192))
+	pool := flowcontrol.NewPool(evictor.New(), flowcontrol.WithMaxWaiting(100), flowcontrol.WithCeilings(0.95, 0.8), flowcontrol.WithSteps(16, 8192))
 	pool.SetEndpoint(flowcontrol.Endpoint{Name: "gpu-0", Capacity: 250_000})
 	lease, err := pool.Admit(context.Background(), flowcontrol.Request{Tokens: 999})
 	if err != nil {

@@ -2,12 +2,12 @@
 //
 // One rule keeps callers safe: whoever evicts names who waits. No request ends unless one of
 // strictly higher priority waits for exactly what it holds; where the evidence is doubtful,
-// nobody ends. Nothing is evicted before [EvictBelow] says who may be.
+// nobody ends. Nothing is evicted before [WithEvictionBelow] says who may be.
 //
 // There are two ways in. A [Pool] is the whole: priority admission to endpoints of finite
 // capacity, which makes room by evicting what matters less.
 //
-//	pool := flowcontrol.NewPool(ev, flowcontrol.EvictBelow(0))
+//	pool := flowcontrol.NewPool(ev, flowcontrol.WithEvictionBelow(0))
 //	pool.SetEndpoint(flowcontrol.Endpoint{Name: "10.0.0.7:8000", Capacity: 250_000})
 //	go scrape(pool.Observe) // the endpoints' KV usage, every 50 ms or so
 //
@@ -92,18 +92,18 @@ func configure(opts []Option) config {
 	return c
 }
 
-// EvictBelow lets requests of priorities below be evicted. They are the sheddable ones, which a
+// WithEvictionBelow lets requests of priorities below be evicted. They are the sheddable ones, which a
 // Pool starts only while nothing else waits. Without this option nothing is evicted, and
 // negative priorities are sheddable.
-func EvictBelow(priority int) Option {
+func WithEvictionBelow(priority int) Option {
 	return func(c *config) { c.Evict, c.Sheddable = true, priority }
 }
 
-// SpareStarted spares requests whose first chunk has come, whatever waits.
-func SpareStarted() Option { return func(c *config) { c.Unstarted = true } }
+// WithSpareStarted spares requests whose first chunk has come, whatever waits.
+func WithSpareStarted() Option { return func(c *config) { c.Unstarted = true } }
 
-// DryRun evicts nobody and has the observer told who would have been.
-func DryRun() Option { return func(c *config) { c.Config.DryRun = true } }
+// WithDryRun evicts nobody and has the observer told who would have been.
+func WithDryRun() Option { return func(c *config) { c.DryRun = true } }
 
 // WithObserver has observe told each decision about who is evicted or why nobody is. It is
 // called without locks, for one decision at a time in their order, from a goroutine of the
@@ -115,29 +115,29 @@ func WithObserver(observe func(Decision)) Option {
 	return func(c *config) { c.observe = observe }
 }
 
-// Ceilings sets how full a Pool makes an endpoint, as shares of its capacity above 0 and up to
+// WithCeilings sets how full a Pool makes an endpoint, as shares of its capacity above 0 and up to
 // 1: for all requests, and at most when it starts a sheddable one. They are 0.97 and 0.90.
-func Ceilings(all, sheddable float64) Option {
+func WithCeilings(all, sheddable float64) Option {
 	if !(all > 0 && all <= 1 && sheddable > 0 && sheddable <= all) {
-		panic(fmt.Sprintf("flowcontrol: Ceilings(%v, %v), want shares, the second not above the first", all, sheddable))
+		panic(fmt.Sprintf("flowcontrol: WithCeilings(%v, %v), want shares, the second not above the first", all, sheddable))
 	}
 	return func(c *config) { c.Ceiling, c.SheddableCeiling = all, sheddable }
 }
 
-// Steps says how a Pool's engines work: how many tokens a KV block has, and how many of prompts
+// WithSteps says how a Pool's engines work: how many tokens a KV block has, and how many of prompts
 // they compute in a step (vLLM's block_size and max_num_batched_tokens). They are 16 and 2048.
-func Steps(block, prefill int) Option {
+func WithSteps(block, prefill int) Option {
 	if block < 1 || prefill < 1 {
-		panic(fmt.Sprintf("flowcontrol: Steps(%d, %d)", block, prefill))
+		panic(fmt.Sprintf("flowcontrol: WithSteps(%d, %d)", block, prefill))
 	}
 	return func(c *config) { c.Block, c.Chunk = int64(block), int64(prefill) }
 }
 
-// MaxWaiting bounds how many requests wait in a Pool; it is 10,000. Beyond that those that
+// WithMaxWaiting bounds how many requests wait in a Pool; it is 10,000. Beyond that those that
 // matter least and came last get an OverloadedError.
-func MaxWaiting(n int) Option {
+func WithMaxWaiting(n int) Option {
 	if n < 1 {
-		panic(fmt.Sprintf("flowcontrol: MaxWaiting(%d)", n))
+		panic(fmt.Sprintf("flowcontrol: WithMaxWaiting(%d)", n))
 	}
 	return func(c *config) { c.MaxWaiting = n }
 }

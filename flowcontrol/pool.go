@@ -32,7 +32,7 @@ type Pool struct {
 	telling bool       // a goroutine tells them: it ends when there are none
 }
 
-// NewPool returns a Pool without endpoints that evicts through ev; see [EvictBelow]. It panics
+// NewPool returns a Pool without endpoints that evicts through ev; see [WithEvictionBelow]. It panics
 // if ev is nil or the options make no sense.
 func NewPool(ev *evictor.Evictor, opts ...Option) *Pool {
 	if ev == nil {

@@ -137,12 +137,12 @@ func TestPreempts(t *testing.T) {
 		whys    []string
 	}{
 		{"no option", nil, true, 1, 0, []string{"disabled  0"}},
-		{"evicts", []flowcontrol.Option{flowcontrol.EvictBelow(0)}, true, 1, 1, []string{"kv a 1"}},
-		{"no samples", []flowcontrol.Option{flowcontrol.EvictBelow(0)}, false, 1, 0, []string{"stale  0"}},
-		{"dry run", []flowcontrol.Option{flowcontrol.EvictBelow(0), flowcontrol.DryRun()}, true, 1, 0, []string{"kv a 1"}},
-		{"spares what has started", []flowcontrol.Option{flowcontrol.EvictBelow(0), flowcontrol.SpareStarted()}, true, 1, 0, []string{"nothing  0"}},
-		{"sheddable itself", []flowcontrol.Option{flowcontrol.EvictBelow(0)}, true, -1, 0, nil},
-		{"nobody below", []flowcontrol.Option{flowcontrol.EvictBelow(-1)}, true, 1, 0, []string{"nothing  0"}},
+		{"evicts", []flowcontrol.Option{flowcontrol.WithEvictionBelow(0)}, true, 1, 1, []string{"kv a 1"}},
+		{"no samples", []flowcontrol.Option{flowcontrol.WithEvictionBelow(0)}, false, 1, 0, []string{"stale  0"}},
+		{"dry run", []flowcontrol.Option{flowcontrol.WithEvictionBelow(0), flowcontrol.WithDryRun()}, true, 1, 0, []string{"kv a 1"}},
+		{"spares what has started", []flowcontrol.Option{flowcontrol.WithEvictionBelow(0), flowcontrol.WithSpareStarted()}, true, 1, 0, []string{"nothing  0"}},
+		{"sheddable itself", []flowcontrol.Option{flowcontrol.WithEvictionBelow(0)}, true, -1, 0, nil},
+		{"nobody below", []flowcontrol.Option{flowcontrol.WithEvictionBelow(-1)}, true, 1, 0, []string{"nothing  0"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -249,7 +249,7 @@ func TestLeaseEnds(t *testing.T) {
 // TestErrors checks what Admit says of requests that can't be admitted, and of those that leave.
 func TestErrors(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		w := newWorld(evictor.New(), flowcontrol.EvictBelow(0), flowcontrol.MaxWaiting(2))
+		w := newWorld(evictor.New(), flowcontrol.WithEvictionBelow(0), flowcontrol.WithMaxWaiting(2))
 		gone := errors.New("gone")
 		for _, c := range []struct {
 			name string
@@ -324,7 +324,7 @@ func TestVictimHangs(t *testing.T) {
 			}
 			return nil
 		})))
-		w := newWorld(ev, flowcontrol.EvictBelow(0))
+		w := newWorld(ev, flowcontrol.WithEvictionBelow(0))
 		w.SetEndpoint(flowcontrol.Endpoint{Name: "a", Capacity: 1_000_000, Slots: 4})
 		w.sample(t, w.tracked, "a")
 		var low []*stream
@@ -372,7 +372,7 @@ func TestVictimHangs(t *testing.T) {
 // TestDisaggregated has one request hold two endpoints: it is one victim, found from either.
 func TestDisaggregated(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		w := newWorld(evictor.New(), flowcontrol.EvictBelow(0))
+		w := newWorld(evictor.New(), flowcontrol.WithEvictionBelow(0))
 		for _, e := range []string{"prefill", "decode"} {
 			w.SetEndpoint(flowcontrol.Endpoint{Name: e, Capacity: 100_000, Slots: 2})
 		}
@@ -416,7 +416,7 @@ func TestDisaggregated(t *testing.T) {
 // TestFixed checks that a lease without a request, which nobody could end, is never a victim.
 func TestFixed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		w := newWorld(evictor.New(), flowcontrol.EvictBelow(0))
+		w := newWorld(evictor.New(), flowcontrol.WithEvictionBelow(0))
 		w.SetEndpoint(flowcontrol.Endpoint{Name: "a", Capacity: 100_000, Slots: 1})
 		w.sample(t, w.tracked, "a")
 		l, err := w.Admit(t.Context(), flowcontrol.Request{Priority: -1, Tokens: 100})
@@ -515,7 +515,7 @@ func TestObserverMayDoAnything(t *testing.T) {
 		ev := evictor.New()
 		var pool *flowcontrol.Pool
 		var told atomic.Int32
-		pool = flowcontrol.NewPool(ev, flowcontrol.EvictBelow(0), flowcontrol.WithObserver(func(flowcontrol.Decision) {
+		pool = flowcontrol.NewPool(ev, flowcontrol.WithEvictionBelow(0), flowcontrol.WithObserver(func(flowcontrol.Decision) {
 			told.Add(1)
 			pool.RetryAfter()
 			pool.Observe("a", flowcontrol.Sample{Used: 1, At: time.Now()})
@@ -552,10 +552,10 @@ func TestConfiguration(t *testing.T) {
 		"nil Evictor":  func() { flowcontrol.NewPool(nil) },
 		"nil Option":   func() { flowcontrol.NewPool(ev, nil) },
 		"nil observer": func() { flowcontrol.WithObserver(nil) },
-		"ceiling":      func() { flowcontrol.Ceilings(1.1, .5) },
-		"NaN ceiling":  func() { flowcontrol.Ceilings(nan(), nan()) },
-		"steps":        func() { flowcontrol.Steps(0, 1) },
-		"waiting":      func() { flowcontrol.MaxWaiting(0) },
+		"ceiling":      func() { flowcontrol.WithCeilings(1.1, .5) },
+		"NaN ceiling":  func() { flowcontrol.WithCeilings(nan(), nan()) },
+		"steps":        func() { flowcontrol.WithSteps(0, 1) },
+		"waiting":      func() { flowcontrol.WithMaxWaiting(0) },
 		"no name":      func() { flowcontrol.NewPool(ev).SetEndpoint(flowcontrol.Endpoint{}) },
 	} {
 		func() {

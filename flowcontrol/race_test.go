@@ -30,7 +30,7 @@ func TestRandom(t *testing.T) {
 			}
 			return nil
 		})))
-		pool := flowcontrol.NewPool(ev, flowcontrol.EvictBelow(0), flowcontrol.WithObserver(func(d flowcontrol.Decision) {
+		pool := flowcontrol.NewPool(ev, flowcontrol.WithEvictionBelow(0), flowcontrol.WithObserver(func(d flowcontrol.Decision) {
 			for _, v := range d.Victims {
 				if v.Priority >= d.For.Priority || v.Priority >= 0 {
 					t.Errorf("victim of priority %d: %v", v.Priority, d)
@@ -132,7 +132,7 @@ func oneRequest(t *testing.T, pool *flowcontrol.Pool, r flowcontrol.Request, kin
 		return
 	}
 	if kind == 1 && own.Handle().Outcome() == abort.Pending {
-		if l2, err := pool.Admit(waits, r); err == nil && kind%2 == 0 {
+		if l2, err := pool.Admit(waits, r); err == nil && r.Tokens%2 == 0 {
 			l2.Release()
 		}
 	}

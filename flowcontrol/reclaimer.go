@@ -73,9 +73,9 @@ type Reclaimer struct {
 	telling bool       // some Reclaim tells them
 }
 
-// NewReclaimer returns a Reclaimer that evicts through ev. Its options are EvictBelow, DryRun,
-// SpareStarted and WithObserver; it ignores the others, which are a Pool's. It panics if ev is
-// nil.
+// NewReclaimer returns a Reclaimer that evicts through ev. Its options are WithEvictionBelow,
+// WithSpareStarted, WithDryRun and WithObserver; it ignores the others, which are a Pool's. It
+// panics if ev is nil.
 func NewReclaimer(ev *evictor.Evictor, opts ...Option) *Reclaimer {
 	if ev == nil {
 		panic("flowcontrol: NewReclaimer: nil Evictor")

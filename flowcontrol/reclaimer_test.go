@@ -176,7 +176,7 @@ func TestReclaimerBurst(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				l := newLeases(t, c.lag)
 				l.fill()
-				r := flowcontrol.NewReclaimer(l.ev, flowcontrol.EvictBelow(0))
+				r := flowcontrol.NewReclaimer(l.ev, flowcontrol.WithEvictionBelow(0))
 				gate := believe
 				if c.lag > 0 {
 					gate = r.Estimate
@@ -222,7 +222,7 @@ func TestReclaimerOne(t *testing.T) {
 				synctest.Test(t, func(t *testing.T) {
 					l := newLeases(t, lag)
 					l.fill()
-					r := flowcontrol.NewReclaimer(l.ev, flowcontrol.EvictBelow(0))
+					r := flowcontrol.NewReclaimer(l.ev, flowcontrol.WithEvictionBelow(0))
 					gate := believe
 					if estimates {
 						gate = r.Estimate
@@ -255,7 +255,7 @@ func TestReclaimerEstimate(t *testing.T) {
 			ctxs = append(ctxs, ctx)
 		}
 		time.Sleep(time.Second)
-		r := flowcontrol.NewReclaimer(l.ev, flowcontrol.EvictBelow(0))
+		r := flowcontrol.NewReclaimer(l.ev, flowcontrol.WithEvictionBelow(0))
 		n := 0
 		for n < len(ctxs) {
 			p := l.pressure(waiting(1, 1))
@@ -303,7 +303,7 @@ func TestReclaimerFaults(t *testing.T) {
 				}
 				time.Sleep(time.Second)
 				var whys []string
-				r := flowcontrol.NewReclaimer(l.ev, flowcontrol.EvictBelow(0), flowcontrol.WithObserver(func(d flowcontrol.Decision) {
+				r := flowcontrol.NewReclaimer(l.ev, flowcontrol.WithEvictionBelow(0), flowcontrol.WithObserver(func(d flowcontrol.Decision) {
 					whys = append(whys, fmt.Sprintf("%s %d", d.Why, len(d.Victims)))
 				}))
 				waits := l.serve(1, believe, reclaim(t, r))
@@ -332,7 +332,7 @@ func TestReclaimerRefuses(t *testing.T) {
 	ceiling := func(f float64) func(*flowcontrol.Pressure) {
 		return func(p *flowcontrol.Pressure) { p.Ceiling = f }
 	}
-	evict := flowcontrol.EvictBelow(0)
+	evict := flowcontrol.WithEvictionBelow(0)
 	for _, c := range []struct {
 		name string
 		ctx  context.Context
@@ -343,7 +343,7 @@ func TestReclaimerRefuses(t *testing.T) {
 		{"evicts", nil, []flowcontrol.Option{evict}, ago(0), flowcontrol.Slot},
 		{"a sample almost old", nil, []flowcontrol.Option{evict}, ago(time.Second), flowcontrol.Slot},
 		{"no option", nil, nil, ago(0), flowcontrol.Disabled},
-		{"dry run", nil, []flowcontrol.Option{evict, flowcontrol.DryRun()}, ago(0), flowcontrol.Slot},
+		{"dry run", nil, []flowcontrol.Option{evict, flowcontrol.WithDryRun()}, ago(0), flowcontrol.Slot},
 		{"demand gone", gone, []flowcontrol.Option{evict}, ago(0), ""},
 		{"nobody waits", nil, []flowcontrol.Option{evict}, func(p *flowcontrol.Pressure) { p.Waiting = nil }, ""},
 		{"it waits elsewhere", nil, []flowcontrol.Option{evict}, func(p *flowcontrol.Pressure) {
@@ -404,7 +404,7 @@ func TestReclaimerPeriod(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			l := newLeases(t, 0)
 			l.fill()
-			r := flowcontrol.NewReclaimer(l.ev, flowcontrol.EvictBelow(0), flowcontrol.DryRun())
+			r := flowcontrol.NewReclaimer(l.ev, flowcontrol.WithEvictionBelow(0), flowcontrol.WithDryRun())
 			p := l.pressure(waiting(1, 1))
 			for range 10 {
 				time.Sleep(c.period)
@@ -490,7 +490,7 @@ func TestReclaimerChooses(t *testing.T) {
 				}
 				time.Sleep(time.Second)
 				c.p.Sampled = time.Now()
-				d, err := flowcontrol.NewReclaimer(l.ev, flowcontrol.EvictBelow(0)).Reclaim(t.Context(), c.p)
+				d, err := flowcontrol.NewReclaimer(l.ev, flowcontrol.WithEvictionBelow(0)).Reclaim(t.Context(), c.p)
 				if err != nil {
 					t.Error(err)
 				}
@@ -518,7 +518,7 @@ func TestReclaimerSpareStarted(t *testing.T) {
 			l.start(abort.Request{Priority: -1}, confirm, confirm).Advance(abort.Streaming)
 		}
 		time.Sleep(time.Second)
-		r := flowcontrol.NewReclaimer(l.ev, flowcontrol.EvictBelow(0), flowcontrol.SpareStarted())
+		r := flowcontrol.NewReclaimer(l.ev, flowcontrol.WithEvictionBelow(0), flowcontrol.WithSpareStarted())
 		p := l.pressure(waiting(100, 1))
 		p.Saturation = 1
 		if d, _ := r.Reclaim(t.Context(), p); len(d.Victims) != places || l.kills() != places {
@@ -546,7 +546,7 @@ func TestReclaimerAborters(t *testing.T) {
 					l.start(abort.Request{Priority: -1, ID: []string{"good", "bad"}[i/(places-2)]}, confirm, confirm)
 				}
 				time.Sleep(time.Second)
-				r := flowcontrol.NewReclaimer(l.ev, flowcontrol.EvictBelow(0))
+				r := flowcontrol.NewReclaimer(l.ev, flowcontrol.WithEvictionBelow(0))
 				errs := 0
 				waits := l.serve(1, believe, func(p flowcontrol.Pressure) {
 					d, err := r.Reclaim(t.Context(), p)
@@ -581,7 +581,7 @@ func TestReclaimerCalls(t *testing.T) {
 		l = newLeases(t, 0,
 			evictor.WithOrder(func(a, b evictor.Victim) int { again(); return 0 }),
 			evictor.WithAborter(abort.AborterFunc(func(context.Context, *abort.Handle, abort.Reason) error { again(); return nil })))
-		r = flowcontrol.NewReclaimer(l.ev, flowcontrol.EvictBelow(0), flowcontrol.WithObserver(func(d flowcontrol.Decision) {
+		r = flowcontrol.NewReclaimer(l.ev, flowcontrol.WithEvictionBelow(0), flowcontrol.WithObserver(func(d flowcontrol.Decision) {
 			seen = append(seen, d.Why)
 			if len(seen) == 1 {
 				again()
@@ -616,7 +616,7 @@ func TestReclaimerHistories(t *testing.T) {
 			}
 			ev := evictor.New()
 			line := rng.IntN(4) - 1
-			r := flowcontrol.NewReclaimer(ev, flowcontrol.EvictBelow(line))
+			r := flowcontrol.NewReclaimer(ev, flowcontrol.WithEvictionBelow(line))
 			used, capacity := 0.0, 0.0
 			count := func(n int64) float64 { return float64(max(1, n)) }
 			pending := 0.0    // of victims
@@ -713,7 +713,7 @@ func TestReclaimerRace(t *testing.T) {
 	ev := evictor.New()
 	var mu sync.Mutex
 	victims := make(map[*abort.Handle]int)
-	r := flowcontrol.NewReclaimer(ev, flowcontrol.EvictBelow(0), flowcontrol.WithObserver(func(d flowcontrol.Decision) {
+	r := flowcontrol.NewReclaimer(ev, flowcontrol.WithEvictionBelow(0), flowcontrol.WithObserver(func(d flowcontrol.Decision) {
 		mu.Lock()
 		defer mu.Unlock()
 		for _, v := range d.Victims {

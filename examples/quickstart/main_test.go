@@ -169,7 +169,7 @@ func TestPick(t *testing.T) {
 func TestRefuse(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := &picker{priorities: map[string]int{"a": -1, "b": 1}}
-		p.newPool(flowcontrol.Endpoint{Name: "127.0.0.1:1", Capacity: 1000, Slots: 1}, flowcontrol.MaxWaiting(1))
+		p.newPool(flowcontrol.Endpoint{Name: "127.0.0.1:1", Capacity: 1000, Slots: 1}, flowcontrol.WithMaxWaiting(1))
 		ctx, cancel := context.WithCancelCause(t.Context())
 		left := errors.New("the client left")
 		if _, err := p.pick(ctx, headers("Bearer b", "400")); err != nil {

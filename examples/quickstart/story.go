@@ -119,7 +119,7 @@ func (s *story) play(ctx context.Context, title string, evict bool) (*act, error
 		}
 	})}
 	if evict {
-		opts = append(opts, flowcontrol.EvictBelow(0))
+		opts = append(opts, flowcontrol.WithEvictionBelow(0))
 	}
 	pool := s.picker.newPool(flowcontrol.Endpoint{Name: s.engine.addr, Slots: s.requests, Capacity: s.engine.tokens()}, opts...)
 	var observed time.Time

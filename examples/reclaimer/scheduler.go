@@ -31,7 +31,7 @@ type waiter struct {
 }
 
 func newScheduler(ev *evictor.Evictor, places int, opts ...flowcontrol.Option) *scheduler {
-	opts = append(opts, flowcontrol.EvictBelow(0))
+	opts = append(opts, flowcontrol.WithEvictionBelow(0))
 	return &scheduler{ev: ev, reclaimer: flowcontrol.NewReclaimer(ev, opts...), places: places}
 }
 

@@ -48,9 +48,7 @@ func (c *Core) SetEndpoint(now time.Duration, d Endpoint) {
 	c.budget.fill(now, len(c.endpoints))
 	i, ok := c.find(d.Name)
 	if !ok {
-		e := &endpoint{cfg: &c.cfg, name: d.Name, observer: observer{gamma: 1}}
-		e.learnSpeed(now, nil)
-		c.endpoints = slices.Insert(c.endpoints, i, e)
+		c.endpoints = slices.Insert(c.endpoints, i, newEndpoint(&c.cfg, d.Name))
 		c.epoch++
 		c.budget.left += budgetBurst
 	}
@@ -425,11 +423,11 @@ func (c *Core) expire(now time.Duration) (next time.Duration, idle bool) {
 				r.wedged = true
 				e.wedge(now)
 				continue // with what a wedged one waits for
-			case r.wedged && now >= r.issued+forgetAfter:
+			case r.wedged && now >= r.issued+Forgotten:
 				e.settle(r) // if it still holds anything, samples will say so
 				continue
 			case r.wedged:
-				at(r.issued + breakFor)
+				at(r.issued + Forgotten)
 			default:
 				at(r.issued + wedgedAfter)
 				if t := r.issued + c.relief.overdue(); now < t {

@@ -40,18 +40,14 @@ type endpoint struct {
 // mu is the prefill speed in tokens per ms.
 func (e *endpoint) mu() float64 { return e.prefilled / e.took }
 
+func newEndpoint(cfg *Config, name string) *endpoint {
+	const speed, weight = 25.0, 100 // tokens per ms, an 8B model on one H100, as if seen for so many ms
+	return &endpoint{cfg: cfg, name: name, observer: observer{gamma: 1}, prefilled: speed * weight, took: weight}
+}
+
 // learnSpeed books the first token of r, whose prefill followed the one before.
 func (e *endpoint) learnSpeed(now time.Duration, r *Request) {
-	const (
-		initial = 25.0 // tokens per ms, an 8B model on one H100
-		window  = 65_536.0
-	)
-	if e.took == 0 {
-		e.prefilled, e.took = initial*100, 100
-	}
-	if r == nil {
-		return
-	}
+	const window = 65_536.0 // tokens
 	gap := now - max(e.lastFirst, r.dispatched)
 	e.prefilled += float64(r.Prompt)
 	e.took += ms(gap)
@@ -127,7 +123,7 @@ func (e *endpoint) add(now time.Duration, r *Request) {
 func (e *endpoint) count(now time.Duration, r *Request, first, seen bool, generated int64) {
 	if generated > r.generated {
 		r.generated = generated
-		t := blocks(sum(r.Prompt, generated+1), e.cfg.Block)
+		t := blocks(r.Prompt+generated+1, e.cfg.Block)
 		e.activeTokens += t - r.tokens
 		if r.first {
 			e.startedTokens += t - r.tokens
@@ -210,20 +206,7 @@ func (e *endpoint) resume(r *Request) {
 }
 
 // blocks is n tokens in whole blocks.
-func blocks(n, block int64) int64 {
-	if n > math.MaxInt64-block {
-		return math.MaxInt64 / block * block
-	}
-	return (n + block - 1) / block * block
-}
-
-// sum is a + b, for numbers that aren't negative, or the largest number.
-func sum(a, b int64) int64 {
-	if a > math.MaxInt64-b {
-		return math.MaxInt64
-	}
-	return a + b
-}
+func blocks(n, block int64) int64 { return (n + block - 1) / block * block }
 
 func ms(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
 

@@ -79,9 +79,6 @@ func (l *relief) book(d time.Duration) {
 	s := buf[:min(l.n, len(buf))]
 	slices.Sort(s)
 	l.p95 = s[min(len(s)-1, int(math.Ceil(0.95*float64(len(s)))))]
-	if l.mean == 0 {
-		l.mean = d
-	}
 	l.mean += (d - l.mean) / 8
 }
 

@@ -17,8 +17,9 @@ import (
 	"time"
 )
 
-// Forgotten is how long after its eviction a request's end is of no interest any more.
-const Forgotten = forgetAfter
+// Forgotten is how long a request whose stream does not end is counted without evidence: its end
+// is of no interest any more.
+const Forgotten = 30 * time.Second
 
 // A Config says how the core decides. A zero field has a default; the zero Config never
 // evicts.
@@ -62,7 +63,6 @@ const (
 	holdFor       = time.Second            // how long freed capacity is held for its request
 	wedgedAfter   = 2 * time.Second        // how long an aborted request's stream may take to end
 	breakFor      = 30 * time.Second       // how long a breaker stays open
-	forgetAfter   = 30 * time.Second       // how long a request whose stream does not end is counted without evidence
 	breakWindow   = time.Minute            // in which wedges add up
 	breakAt       = 3                      // wedges, or evictions in a row without an effect, that open a breaker
 	maxEvictions  = 3                      // of one request's work

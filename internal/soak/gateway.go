@@ -71,8 +71,8 @@ type gateway struct {
 // startGateway starts everything. The evictor calls aborter for each victim.
 func startGateway(ctx context.Context, bin string, a *account, aborter abort.Aborter) (*gateway, error) {
 	g := &gateway{bin: bin, account: a, evictor: evictor.New(evictor.WithAborter(aborter))}
-	g.pool = flowcontrol.NewPool(g.evictor, flowcontrol.EvictBelow(evictBelow), flowcontrol.Steps(blockSize, 512),
-		flowcontrol.MaxWaiting(20), flowcontrol.WithObserver(a.decided))
+	g.pool = flowcontrol.NewPool(g.evictor, flowcontrol.WithEvictionBelow(evictBelow), flowcontrol.WithSteps(blockSize, 512),
+		flowcontrol.WithMaxWaiting(20), flowcontrol.WithObserver(a.decided))
 	for range engines {
 		e := &engineServer{}
 		g.engines = append(g.engines, e)

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"strconv"
-	"sync"
 
 	"go.opentelemetry.io/otel/metric"
 
@@ -74,13 +73,13 @@ func (m *Metrics) make(meter metric.Meter) error {
 func (m *Metrics) observe(_ context.Context, o metric.Observer) error {
 	if m.ev != nil {
 		n := make(map[string]int64)
-		for _, l := range m.priorities.all() {
+		for _, l := range m.priorities.All() {
 			n[l] = 0 // whoever had requests may have none now
 		}
 		last, l := 0, ""
 		for h := range m.ev.All() { // mostly runs of one priority
 			if p := priority(h); p != last || l == "" {
-				last, l = p, m.priorities.of(strconv.Itoa(p))
+				last, l = p, m.priorities.Of(strconv.Itoa(p))
 			}
 			n[l]++
 		}
@@ -126,43 +125,4 @@ func priority(h *abort.Handle) int {
 		return reqs[0].Priority
 	}
 	return 0
-}
-
-// most is how many values of its own an attribute has.
-const most = 16
-
-// labels bounds the values of an attribute: the first that come keep theirs.
-type labels struct {
-	mu    sync.Mutex // guards what follows
-	known []string
-	more  bool // there were others
-}
-
-const other = "other"
-
-// of returns the value for v: v itself, or "other".
-func (l *labels) of(v string) string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	for _, k := range l.known {
-		if k == v {
-			return v
-		}
-	}
-	if len(l.known) == most {
-		l.more = true
-		return other
-	}
-	l.known = append(l.known, v)
-	return v
-}
-
-// all returns the values so far.
-func (l *labels) all() []string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.more {
-		return append(l.known[:len(l.known):len(l.known)], other)
-	}
-	return l.known[:len(l.known):len(l.known)]
 }

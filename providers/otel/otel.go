@@ -27,6 +27,7 @@ import (
 	"github.com/extevict/extevict/evictor"
 	"github.com/extevict/extevict/extproc"
 	"github.com/extevict/extevict/flowcontrol"
+	"github.com/extevict/extevict/internal/labels"
 )
 
 // Metrics are the metrics of one Evictor and at most one Pool. All methods are safe for
@@ -76,7 +77,7 @@ type Metrics struct {
 	pool atomic.Pointer[flowcontrol.Pool]
 	reg  metric.Registration
 
-	priorities, reasons labels
+	priorities, reasons labels.Set
 
 	requests, obstructed, evictions, decisions, kv, generated metric.Int64Counter
 	engine                                                    metric.Float64Counter
@@ -111,7 +112,7 @@ func New(meter metric.Meter, ev *evictor.Evictor) (*Metrics, error) {
 	}
 	m := &Metrics{ev: ev}
 	for _, r := range []abort.Reason{abort.Preempted, abort.Overloaded, abort.Draining, abort.Canceled} {
-		m.reasons.of(r.String())
+		m.reasons.Of(r.String())
 	}
 	if err := m.make(meter); err != nil {
 		return nil, err
@@ -143,7 +144,7 @@ func (m *Metrics) Event(e extproc.Event) {
 	if !ok {
 		return
 	}
-	m.evicted(m.reasons.of(why.Reason.String()), e.Phase, e.Effect.String())
+	m.evicted(m.reasons.Of(why.Reason.String()), e.Phase, e.Effect.String())
 	if e.Effect == extproc.EffectEnded {
 		m.duration.Record(ctx, e.Ended.Sub(e.Settled).Seconds(), metric.WithAttributes(phaseKey.String(e.Phase.String())))
 	}

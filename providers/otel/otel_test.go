@@ -228,7 +228,7 @@ func TestScene(t *testing.T) {
 	ev := evictor.New()
 	m, collect := start(t, ev)
 	defer m.Close()
-	pool := flowcontrol.NewPool(ev, flowcontrol.EvictBelow(0), flowcontrol.WithObserver(m.Decision))
+	pool := flowcontrol.NewPool(ev, flowcontrol.WithEvictionBelow(0), flowcontrol.WithObserver(m.Decision))
 	m.Watch(pool)
 	const endpoint = "10.0.0.7:8000"
 	pool.SetEndpoint(flowcontrol.Endpoint{Name: endpoint, Capacity: 1000, Slots: 1})

@@ -24,7 +24,7 @@ func Example() {
 	registry := prom.NewRegistry()
 	registry.MustRegister(m)
 	extproc.Wrap(yours, extproc.WithObserver(m.Event)) // to be registered with grpc
-	pool := flowcontrol.NewPool(ev, flowcontrol.EvictBelow(0), flowcontrol.WithObserver(m.Decision))
+	pool := flowcontrol.NewPool(ev, flowcontrol.WithEvictionBelow(0), flowcontrol.WithObserver(m.Decision))
 	m.Watch(pool)
 	pool.SetEndpoint(flowcontrol.Endpoint{Name: "gpu-0", Capacity: 250_000})
 

@@ -25,6 +25,7 @@ import (
 	"github.com/extevict/extevict/evictor"
 	"github.com/extevict/extevict/extproc"
 	"github.com/extevict/extevict/flowcontrol"
+	"github.com/extevict/extevict/internal/labels"
 )
 
 // Metrics are the metrics of one Evictor and at most one Pool: a [prom.Collector], to be
@@ -63,7 +64,7 @@ type Metrics struct {
 	ev   *evictor.Evictor
 	pool atomic.Pointer[flowcontrol.Pool]
 
-	priorities, reasons labels
+	priorities, reasons labels.Set
 
 	requests, obstructed, evictions, decisions *prom.CounterVec
 	duration                                   *prom.HistogramVec
@@ -99,7 +100,7 @@ func New(ev *evictor.Evictor) *Metrics {
 		}, []string{"phase"}),
 	}
 	for _, r := range []abort.Reason{abort.Preempted, abort.Overloaded, abort.Draining, abort.Canceled} {
-		m.reasons.of(r.String())
+		m.reasons.Of(r.String())
 	}
 	// A counter that appears with its first increment hides it from rate().
 	for _, o := range []abort.Outcome{abort.Completed, abort.Aborted, abort.Closed} {
@@ -140,7 +141,7 @@ func (m *Metrics) Event(e extproc.Event) {
 	if !ok {
 		return
 	}
-	m.evictions.WithLabelValues(m.reasons.of(why.Reason.String()), e.Phase.String(), e.Effect.String()).Inc()
+	m.evictions.WithLabelValues(m.reasons.Of(why.Reason.String()), e.Phase.String(), e.Effect.String()).Inc()
 	if e.Effect == extproc.EffectEnded {
 		m.duration.WithLabelValues(e.Phase.String()).Observe(e.Ended.Sub(e.Settled).Seconds())
 	}

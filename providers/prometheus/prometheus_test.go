@@ -235,7 +235,7 @@ func TestDecision(t *testing.T) {
 func TestScene(t *testing.T) {
 	ev := evictor.New()
 	m := prometheus.New(ev)
-	pool := flowcontrol.NewPool(ev, flowcontrol.EvictBelow(0), flowcontrol.WithObserver(m.Decision))
+	pool := flowcontrol.NewPool(ev, flowcontrol.WithEvictionBelow(0), flowcontrol.WithObserver(m.Decision))
 	m.Watch(pool)
 	const endpoint = "10.0.0.7:8000"
 	pool.SetEndpoint(flowcontrol.Endpoint{Name: endpoint, Capacity: 1000, Slots: 1})
