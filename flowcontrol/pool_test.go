@@ -619,3 +619,34 @@ func TestUnseenBodies(t *testing.T) {
 		})
 	}
 }
+
+// TestSlowEnd has a victim's stream end late, as on a machine that stalls: nobody else is
+// evicted in its stead.
+func TestSlowEnd(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(evictor.New(), flowcontrol.WithEvictionBelow(0))
+		w.SetEndpoint(flowcontrol.Endpoint{Name: "a", Capacity: 100_000, Slots: 2})
+		w.sample(t, w.tracked, "a")
+		var low []*stream
+		for range 2 {
+			s := newStreamThatEnds(t, 60*time.Millisecond)
+			if _, err := w.Admit(s.ctx, flowcontrol.Request{Priority: -1, Tokens: 100}); err != nil {
+				t.Fatal(err)
+			}
+			low = append(low, s)
+		}
+		time.Sleep(time.Second)
+		u := newStream(t)
+		if _, err := w.Admit(u.ctx, flowcontrol.Request{Priority: 1, Tokens: 100}); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(time.Second)
+		if n := aborted(low); n != 1 {
+			t.Errorf("%d were evicted, want 1", n)
+		}
+		u.own.Close()
+		for _, s := range low {
+			s.own.Close()
+		}
+	})
+}

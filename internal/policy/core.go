@@ -34,8 +34,8 @@ func New(c Config) *Core {
 	c = c.withDefaults()
 	core := &Core{cfg: c, ceiling: c.SheddableCeiling}
 	core.relief.lag = firstLag
-	core.relief.mean = firstLag + minLag
-	core.relief.p95 = core.relief.mean
+	core.relief.mean = firstLag + firstEnd
+	core.relief.p95 = firstLag + minLag
 	return core
 }
 

@@ -550,7 +550,7 @@ func TestBreakerWedges(t *testing.T) {
 		t.Fatalf("%d victims", len(victims(s)))
 	}
 	full := w.used()
-	w.pass(policy.WedgedAfter+period, func() int64 { full++; return full })
+	w.pass(policy.WedgedAfter+4*period, func() int64 { full++; return full }) // those evicted in their stead hang too
 	st := slices.Collect(w.status())[0]
 	if st.Wedged < 3 || !st.Breaker {
 		t.Fatalf("%+v", st)
